@@ -1,0 +1,35 @@
+# Two commands: `make run` trains a small model on this machine's own text, `make test` checks everything.
+VENV ?= .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+SOURCES := pyproject.toml setup.py constraints.txt $(wildcard ops/*.cpp ops/*.h)
+PYTHON ?= python3
+
+.PHONY: run test install lint slow clean
+
+install: $(STAMP)
+
+$(STAMP): $(SOURCES)
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (the first time takes a minute or two)"
+	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt torch
+	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
+	@touch $@
+
+run: $(STAMP)
+	@$(PY) -m memferry_ascend train --text stdlib --steps 200 --out runs/quickstart
+
+lint: $(STAMP)
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/mypy memferry_ascend
+	@$(VENV)/bin/mypy topology
+
+test: $(STAMP) lint
+	@$(PY) -m pytest -m "not slow"
+
+slow: $(STAMP)
+	@$(PY) -m pytest -m slow
+
+clean:
+	rm -rf $(VENV) build *.egg-info memferry_ascend/_ops*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Fabric model, probe and dispatcher. Installed as `memferry_ascend.topology`."""
