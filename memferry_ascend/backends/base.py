@@ -1,0 +1,215 @@
+"""The backend contract: what the engine asks of a device family. Documented here, once.
+
+A backend owns three things nobody else touches: host memory (`alloc_host`), engine-held device memory
+(`alloc_device`) and streams. The engine never creates a stream or pins a page itself, and never asks which family it
+runs on.
+
+Vocabulary
+    slab     host bytes seen twice: `host` is a CPU tensor, `device` a device tensor over the same bytes (or None when
+             the memory is not mapped). Both are one-dimensional uint8.
+    stream   a named queue of copies, in order. `compute` is the stream the user's kernels run on.
+    event    a point in a stream. Recording is per stream, waiting is either on a stream (the stream waits, the caller
+             does not) or on the host (`synchronize`).
+
+Ordering is only ever expressed by events. On a backend whose compute is synchronous (`cpu`) waiting on the compute
+stream blocks the caller, which is the same promise.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from memferry_ascend.errors import FerryError
+
+ALIGNMENT = 512
+"""Bytes. Every parameter starts at a multiple of this in slabs, buffers and slots, so kernels see one alignment."""
+
+
+class NotSupported(FerryError):
+    """The backend cannot do what was asked; the message says what can be done instead."""
+
+
+class DeviceOutOfMemory(FerryError):
+    """A device allocation of the engine went over the backend's limit."""
+
+
+def align(nbytes: int, to: int = ALIGNMENT) -> int:
+    """Smallest multiple of `to` that holds `nbytes`."""
+    return (nbytes + to - 1) // to * to
+
+
+@dataclass
+class HostSlab:
+    """Host bytes with two faces. `free` returns them to the system; the tensors must not be used afterwards."""
+
+    nbytes: int
+    host: torch.Tensor
+    device: torch.Tensor | None
+    handle: object = None
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """Bytes. `allocated` and `peak` are what the family's allocator counts, `limit` what this process may use."""
+
+    allocated: int
+    peak: int
+    limit: int
+    free: int
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a device family offers, as `memferry doctor` prints it."""
+
+    dha_kinds: frozenset[str]
+    """Layer kinds (module class names) whose kernels gave right numbers on mapped host memory."""
+    direct_kinds: frozenset[str]
+    """Layer kinds whose weight gradient a kernel may write straight to mapped host memory."""
+    peers: int = 0
+    swap_storage: bool = False
+    """torch offers `UntypedStorage._swap_data_ptr_`."""
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+
+class Event(ABC):
+    """A point in a stream; may be recorded again once nobody waits for the earlier recording on the host."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the calling thread, without the interpreter lock, until the last recording has been reached."""
+
+    @abstractmethod
+    def query(self) -> bool:
+        """True if the last recording has been reached (or there was none)."""
+
+    @abstractmethod
+    def elapsed(self, later: Event) -> float:
+        """Seconds between this recording and `later`'s; both must have been created with timing and reached."""
+
+
+class Stream(ABC):
+    """A named, in-order queue of copies."""
+
+    name: str
+
+    @abstractmethod
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Queue dst <- src (same numel and dtype, contiguous). Returns at once. Both must stay alive until an event
+        recorded afterwards is reached. One of them may be a slab's host face, which must then be `mapped`."""
+
+    @abstractmethod
+    def record(self, event: Event) -> None:
+        """Record `event` behind everything queued so far."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Everything queued from now on runs after the event's latest recording."""
+
+    def copy_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Queue several copies; a family overrides it where one call is cheaper than many."""
+        for dst, src in pairs:
+            self.copy(dst, src)
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block until everything queued so far is done; raises what a copy raised."""
+
+
+class Compute(ABC):
+    """The stream the user's kernels run on, whichever that is when a method is called."""
+
+    @abstractmethod
+    def record(self, event: Event) -> None: ...
+
+    @abstractmethod
+    def wait(self, event: Event) -> None: ...
+
+    @abstractmethod
+    def synchronize(self) -> None: ...
+
+
+Disturb = Callable[[str], None]
+"""Called with a hand-over's name just before it runs; tests inject delays and faults through it."""
+
+
+class Backend(ABC):
+    """One device of one family."""
+
+    name: str
+    device: torch.device
+    compute: Compute
+    disturb: Disturb | None = None
+
+    def __init__(self) -> None:
+        self._streams: dict[str, Stream] = {}
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def alloc_host(self, nbytes: int, *, mapped: bool) -> HostSlab:
+        """Zeroed host memory, at least 4 KiB aligned. `mapped` memory is registered with the device and has a
+        `device` face; other memory is ordinary pages for the host only. The only place that allocates host memory.
+
+        Raises:
+            FerryError: the system refused (out of memory, locked-memory limit), naming bytes and the limit.
+        """
+
+    @abstractmethod
+    def free_host(self, slab: HostSlab) -> None:
+        """Unregister and return the pages. The caller has synchronised with every user of the slab."""
+
+    @abstractmethod
+    def alloc_device(self, nbytes: int) -> torch.Tensor:
+        """Uninitialised uint8 device tensor that the engine holds for long (buffers, slots).
+
+        Raises:
+            DeviceOutOfMemory: over the device's limit; names requested, in use and limit.
+        """
+
+    @abstractmethod
+    def memory_stats(self) -> MemoryStats: ...
+
+    @abstractmethod
+    def reset_peak(self) -> None: ...
+
+    # -- queues ----------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def _new_stream(self, name: str) -> Stream: ...
+
+    def stream(self, name: str) -> Stream:
+        """The stream of that name, created at its first use. The engine uses `upload` (urgent), `reload` (patient)
+        and `download`: one shared stream makes the urgent copy wait behind the patient one."""
+        if name not in self._streams:
+            self._streams[name] = self._new_stream(name)
+        return self._streams[name]
+
+    @abstractmethod
+    def event(self, *, timing: bool = False) -> Event: ...
+
+    @abstractmethod
+    def bind_thread(self) -> None:
+        """Called once at the start of every engine thread (sets the current device where that is per thread)."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block until the device and every stream are idle; raises what a copy raised."""
+
+    # -- what it can do --------------------------------------------------------------------------------------------
+    @abstractmethod
+    def capabilities(self) -> Capabilities: ...
+
+    def relay(self, *args: object, **kwargs: object) -> object:
+        """Copy host memory to this device through a peer's buffer (paper section IV-E)."""
+        raise NotSupported(f"backend {self.name!r} has no peer devices to relay through; use the direct path")
+
+    def close(self) -> None:
+        """Stop the streams' workers. Slabs must have been freed."""
+        self._streams.clear()
+
+    def _at(self, point: str) -> None:
+        if self.disturb is not None:
+            self.disturb(point)

@@ -1,0 +1,245 @@
+"""The CPU backend: the embedded default, and the place where ordering mistakes show.
+
+"Device" memory is separate storage with a byte limit, copies run on one worker thread per stream, and nothing orders
+two streams but events, exactly as on an accelerator. Compute is synchronous: it runs on the calling thread, so waiting
+on the compute stream blocks the caller. Activations live in ordinary memory and are not counted against the limit.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from memferry_ascend import sizes
+from memferry_ascend.backends.base import (
+    Backend,
+    Capabilities,
+    Compute,
+    DeviceOutOfMemory,
+    Event,
+    HostSlab,
+    MemoryStats,
+    Stream,
+    align,
+)
+from memferry_ascend.backends.hostmem import Pages
+from memferry_ascend.errors import FerryError
+
+
+class CpuEvent(Event):
+    """Counts recordings; a waiter waits for the recording that was latest when it began to wait."""
+
+    def __init__(self) -> None:
+        self._cond = threading.Condition()
+        self._recorded = 0
+        self._reached = 0
+        self._time = 0.0
+        self._error: BaseException | None = None
+
+    def mark(self) -> int:
+        """Host side of `record`: returns the number of this recording."""
+        with self._cond:
+            self._recorded += 1
+            return self._recorded
+
+    def latest(self) -> int:
+        with self._cond:
+            return self._recorded
+
+    def reach(self, number: int, error: BaseException | None) -> None:
+        with self._cond:
+            self._reached = max(self._reached, number)
+            self._time = time.perf_counter()
+            self._error = error
+            self._cond.notify_all()
+
+    def wait_for(self, number: int) -> None:
+        with self._cond:
+            self._cond.wait_for(lambda: self._reached >= number)
+            if self._error is not None:
+                raise FerryError(f"a copy before this event failed: {self._error}") from self._error
+
+    def synchronize(self) -> None:
+        self.wait_for(self.latest())
+
+    def query(self) -> bool:
+        with self._cond:
+            return self._reached >= self._recorded
+
+    def elapsed(self, later: Event) -> float:
+        assert isinstance(later, CpuEvent)
+        return later._time - self._time
+
+
+class CpuStream(Stream):
+    """A worker thread that runs queued copies in order. `throttle`, when set, blocks for the emulated link's time."""
+
+    def __init__(self, backend: CpuBackend, name: str) -> None:
+        self.name = name
+        self.throttle: Callable[[int], None] | None = None
+        self._backend = weakref.ref(backend)
+        self._queue: deque[Callable[[], None] | None] = deque()
+        self._cond = threading.Condition()
+        self._busy = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name=f"memferry-cpu-{name}", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._cond:
+                self._busy = False
+                self._cond.notify_all()
+                self._cond.wait_for(lambda: len(self._queue) > 0)
+                task = self._queue.popleft()
+                self._busy = True
+            if task is None:
+                return
+            try:
+                task()
+            except BaseException as e:  # kept for the thread that waits; later tasks still run their events
+                self._error = self._error or e
+
+    def _push(self, task: Callable[[], None] | None) -> None:
+        with self._cond:
+            self._queue.append(task)
+            self._cond.notify_all()
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        if dst.numel() != src.numel() or dst.dtype != src.dtype:
+            raise FerryError(
+                f"copy: expected equal numel and dtype, got {dst.numel()} {dst.dtype} <- {src.numel()} {src.dtype}"
+            )
+
+        def task() -> None:
+            backend = self._backend()
+            if backend is not None:
+                backend._at(f"copy:{self.name}")
+            if self.throttle is not None:
+                self.throttle(dst.numel() * dst.element_size())
+            with torch.no_grad():
+                dst.copy_(src)
+
+        self._push(task)
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, CpuEvent)
+        number = event.mark()
+        self._push(lambda: event.reach(number, self._error))
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, CpuEvent)
+        number = event.latest()
+        if number:
+            self._push(lambda: event.wait_for(number))
+
+    def synchronize(self) -> None:
+        with self._cond:
+            self._cond.wait_for(lambda: not self._queue and not self._busy)
+        if self._error is not None:
+            raise FerryError(f"stream {self.name!r} failed: {self._error}") from self._error
+
+    def stop(self) -> None:
+        self._push(None)
+        self._thread.join()
+
+
+class CpuCompute(Compute):
+    """The calling thread. Whatever it has run is done, so a recording is reached at once."""
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, CpuEvent)
+        event.reach(event.mark(), None)
+
+    def wait(self, event: Event) -> None:
+        event.synchronize()
+
+    def synchronize(self) -> None:
+        return None
+
+
+class CpuBackend(Backend):
+    """`limit` bounds the bytes the engine may hold as device memory (buffers, slots, kept gradients)."""
+
+    name = "cpu"
+
+    def __init__(self, limit: int | None = None) -> None:
+        super().__init__()
+        self.device = torch.device("cpu")
+        self.compute = CpuCompute()
+        self.limit = limit if limit is not None else 1 << 62
+        self._lock = threading.Lock()
+        self._allocated = 0
+        self._peak = 0
+
+    def alloc_host(self, nbytes: int, *, mapped: bool) -> HostSlab:
+        pages = Pages(align(nbytes, 4096))
+        # The device face is a second tensor over the same bytes: same memory, another object.
+        device = pages.tensor.view(-1) if mapped else None
+        return HostSlab(nbytes, pages.tensor[:nbytes], device[:nbytes] if device is not None else None, pages)
+
+    def free_host(self, slab: HostSlab) -> None:
+        pages = slab.handle
+        assert isinstance(pages, Pages)
+        slab.host = slab.device = torch.empty(0, dtype=torch.uint8)
+        pages.close()
+
+    def alloc_device(self, nbytes: int) -> torch.Tensor:
+        nbytes = align(nbytes)
+        with self._lock:
+            if self._allocated + nbytes > self.limit:
+                raise DeviceOutOfMemory(
+                    f"device memory: asked for {sizes.fmt(nbytes)} with {sizes.fmt(self._allocated)} of "
+                    f"{sizes.fmt(self.limit)} in use; raise the limit or give the engine a smaller device_memory"
+                )
+            self._allocated += nbytes
+            self._peak = max(self._peak, self._allocated)
+        # 64 bytes are what torch gives; ask for more and start on our own alignment.
+        raw = torch.empty(nbytes + 512, dtype=torch.uint8)
+        skip = -raw.data_ptr() % 512
+        weakref.finalize(raw.untyped_storage(), self._freed, nbytes)
+        return raw[skip : skip + nbytes]
+
+    def _freed(self, nbytes: int) -> None:
+        with self._lock:
+            self._allocated -= nbytes
+
+    def memory_stats(self) -> MemoryStats:
+        with self._lock:
+            return MemoryStats(self._allocated, self._peak, self.limit, self.limit - self._allocated)
+
+    def reset_peak(self) -> None:
+        with self._lock:
+            self._peak = self._allocated
+
+    def _new_stream(self, name: str) -> Stream:
+        return CpuStream(self, name)
+
+    def event(self, *, timing: bool = False) -> Event:
+        return CpuEvent()
+
+    def bind_thread(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        for stream in list(self._streams.values()):
+            stream.synchronize()
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            dha_kinds=frozenset({"*"}),
+            direct_kinds=frozenset(),
+            swap_storage=hasattr(torch.UntypedStorage, "_swap_data_ptr_"),
+            notes=("host and device memory are both ordinary memory; copies run on worker threads",),
+        )
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            assert isinstance(stream, CpuStream)
+            stream.stop()
+        super().close()

@@ -1,0 +1,101 @@
+"""What autograd saves inside a window whose storage will change: a handle, not the tensor.
+
+Packing a parameter view as (unit, offset, size, stride) and unpacking it from wherever the unit lives then is
+official, works on every torch version and device, and costs a few percent of launch time, so hooks are pushed only
+around windows of DFGB and STREAM units. Only the innermost hooks apply: every tensor that is not one of our
+parameters goes to the hooks beneath ours, or `torch.utils.checkpoint` would silently keep every activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memferry_ascend.errors import FerryError
+from memferry_ascend.shadow import Resident
+
+_push = torch._C._autograd._push_saved_tensors_default_hooks
+_pop = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+@dataclass(frozen=True, eq=False)
+class Handle:
+    """A view of a unit's bytes, to be found again wherever they are."""
+
+    unit: Resident
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    generation: int
+
+    def tensor(self) -> torch.Tensor:
+        """The view, readable by kernels launched now.
+
+        Raises:
+            FerryError: the unit was updated since the graph was built.
+        """
+        unit = self.unit
+        if torch.is_grad_enabled():
+            raise FerryError(
+                f"gradients of gradients (create_graph=True) through {unit.unit.name!r}: its parameters change storage "
+                "between forward and backward; plan it as GFGB or DHA, or compute this gradient before ferry"
+            )
+        if unit.generation != self.generation:
+            raise FerryError(
+                f"backward through a graph from before the last optimizer step: the parameters of {unit.unit.name!r} "
+                "have been updated since its forward. Run the forward again, or call backward before step()"
+            )
+        raw = unit.for_backward()
+        if raw is None:
+            raw = unit.memory.param.device
+            assert raw is not None
+        itemsize = self.dtype.itemsize
+        flat = raw[self.offset // itemsize * itemsize :]
+        flat = flat[: flat.numel() // itemsize * itemsize].view(self.dtype)
+        return torch.as_strided(flat, self.size, self.stride, flat.storage_offset())
+
+
+class SavedHooks:
+    """Pushes hooks around a window. `ranges` are the byte ranges its parameters occupy now: (first, last, unit)."""
+
+    def __init__(self) -> None:
+        self.open = 0
+
+    def push(self, ranges: Sequence[tuple[int, int, Resident]]) -> None:
+        beneath = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        below_pack: Callable[[torch.Tensor], Any] | None
+        below_unpack: Callable[[Any], torch.Tensor] | None
+        below_pack, below_unpack = beneath if beneath is not None else (None, None)
+
+        def pack(t: torch.Tensor) -> Any:
+            at = t.data_ptr()
+            for first, last, unit in ranges:
+                if first <= at < last and t.numel():
+                    return Handle(unit, at - first, t.size(), t.stride(), t.dtype, unit.generation)
+            if below_pack is not None:
+                return below_pack(t)
+            return t, t._version
+
+        def unpack(packed: Any) -> torch.Tensor:
+            if type(packed) is Handle:
+                return packed.tensor()
+            if below_unpack is not None:
+                return below_unpack(packed)
+            t, version = packed
+            if t._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a saved tensor of shape {tuple(t.shape)} is at version {t._version}, expected {version}"
+                )
+            return t
+
+        _push(pack, unpack)
+        self.open += 1
+
+    def pop(self) -> None:
+        _pop()
+        self.open -= 1

@@ -1,0 +1,141 @@
+"""The shadow model: the user's module, its parameters bound to device storage or to the device alias of the arena.
+
+Who holds what, by mode (paper section IV-C; STREAM is ours):
+
+    mode     outside a window    inside a forward window    in the backward pass
+    GFGB     device buffer       device buffer              device buffer
+    DHA      arena alias         arena alias                arena alias
+    DFGB     arena alias         arena alias                device buffer, loaded after the forward window
+    STREAM   arena alias         ring slot                  ring slot, loaded again
+
+GFGB and DHA parameters never change their storage, so autograd needs no help. DFGB and STREAM do: what autograd saves
+in the forward pass must be found elsewhere in the backward pass, which is `saved.py`'s job.
+
+A unit is *pending* from the moment `step()` hands its update to the worker until somebody has waited for it. Only
+then may its storage be read: on the host side for an alias, behind the upload's event for a device copy.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from memferry_ascend.arena import UnitMemory
+from memferry_ascend.backends.base import Backend, Event
+from memferry_ascend.layers import Param, Unit
+from memferry_ascend.planner.plan import Mode
+from memferry_ascend.ring import Ring
+from memferry_ascend.worker import Worker
+
+
+class Resident:
+    """One unit's storages and how far its latest update is."""
+
+    def __init__(self, unit: Unit, memory: UnitMemory, backend: Backend, worker: Worker, ring: Ring | None) -> None:
+        self.unit = unit
+        self.memory = memory
+        self.mode = Mode(unit.plan.mode)
+        self.order = unit.index
+        """Position in the forward pass; the priority of this unit's update."""
+        self.generation = 0
+        """Counts updates; a graph built before the latest one must not be used."""
+        self.pending = False
+        """An update was handed to the worker and nobody has waited for it yet."""
+        self.host_ready = True
+        """The arena holds the latest values (written by the worker, read under its condition)."""
+        self.buffer: torch.Tensor | None = None
+        self.uploaded: Event = backend.event()
+        self.last_read: Event = backend.event()
+        """On the compute stream, behind the last kernels that read this unit's device copy."""
+        self._backend = backend
+        self._worker = worker
+        self.ring = ring if self.mode is Mode.STREAM else None
+        self._upload = backend.stream("upload")
+        self._reload = backend.stream("reload")
+        self._reloaded = False
+        if self.mode in (Mode.GFGB, Mode.DFGB):
+            self.buffer = backend.alloc_device(memory.layout.nbytes)
+        self.rest = {p.index: self._rest(p) for p in unit.params}
+        """What each parameter is bound to outside a window."""
+
+    @property
+    def region(self) -> torch.Tensor:
+        """The unit's parameter bytes in the arena, as the host sees them: the source of every upload."""
+        return self.memory.param.host
+
+    def _rest(self, p: Param) -> torch.Tensor:
+        if self.mode is Mode.GFGB:
+            assert self.buffer is not None
+            return self.memory.buffer_param(self.buffer, p)
+        return self.memory.device_param(p)
+
+    def bind_rest(self) -> None:
+        """Bind every parameter to its resting place."""
+        for p in self.unit.params:
+            p.param.data = self.rest[p.index]
+
+    def bind_alias(self) -> None:
+        """Bind every parameter to the arena, whatever the mode (for edits and checkpoints)."""
+        for p in self.unit.params:
+            p.param.data = self.memory.device_param(p)
+
+    # -- updates ---------------------------------------------------------------------------------------------------
+    def begin_update(self) -> None:
+        """User's thread: an update is about to be handed to the worker."""
+        self.generation += 1
+        self.host_ready = False
+        self.pending = True
+        self._reloaded = False
+        if self.ring is not None:
+            self.ring.drop(self)
+
+    def updated(self, after: Event | None) -> None:
+        """Worker: the arena holds the new values. Starts the upload of a resident copy, behind `after` (the event on
+        the compute stream before which its old values may still be read)."""
+        if self.mode is Mode.GFGB:
+            self.upload(after)
+        self.host_ready = True
+        if self.ring is not None:
+            self.ring.offer(self)
+        self._worker.notify()
+
+    def upload(self, after: Event | None) -> None:
+        """Queue arena -> buffer on the urgent stream."""
+        assert self.buffer is not None
+        if after is not None:
+            self._upload.wait(after)
+        self._upload.copy(self.buffer, self.region[: self.buffer.numel()])
+        self._upload.record(self.uploaded)
+
+    def wait(self) -> None:
+        """Make the latest values readable by kernels launched from now on. Cheap when nothing is pending."""
+        if not self.pending:
+            return
+        self._worker.wait_for(self._is_host_ready)
+        if self.mode is Mode.GFGB:
+            self._backend.compute.wait(self.uploaded)
+        self.pending = False
+
+    def _is_host_ready(self) -> bool:
+        return self.host_ready
+
+    # -- the backward copy of DFGB ---------------------------------------------------------------------------------
+    def load_for_backward(self) -> None:
+        """DFGB, after the forward window: bring the parameters to the device while the link is idle."""
+        if self._reloaded or self.buffer is None:
+            return
+        self._backend.compute.record(self.last_read)
+        self._reload.wait(self.last_read)
+        self._reload.copy(self.buffer, self.region[: self.buffer.numel()])
+        self._reload.record(self.uploaded)
+        self._reloaded = True
+
+    def for_backward(self) -> torch.Tensor | None:
+        """Bytes of this unit that kernels launched now may read in the backward pass; None: read the alias."""
+        if self.mode is Mode.DFGB:
+            if not self._reloaded:
+                self.load_for_backward()
+            self._backend.compute.wait(self.uploaded)
+            return self.buffer
+        if self.ring is not None:
+            return self.ring.backward(self)
+        return None

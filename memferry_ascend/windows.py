@@ -1,0 +1,109 @@
+"""Windows: hooks around the modules that read parameters, which make those parameters readable in time.
+
+A window belongs to a module and covers every parameter that was read while that module was innermost. Until a pass
+has been traced each layer's own module is its window. For a unit that never changes storage (GFGB, DHA) the hook only
+waits for the update in flight; it is one attribute test when there is none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from memferry_ascend.layers import Param
+from memferry_ascend.planner.plan import Mode
+from memferry_ascend.ring import Slot
+from memferry_ascend.saved import SavedHooks
+from memferry_ascend.shadow import Resident
+
+
+def _ignore(*_: Any) -> None:
+    return None
+
+
+class Hook:
+    """A hook that a deep copy of the model does not inherit: the copy is a plain module."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _ignore
+
+
+class Window:
+    """The parameters that `module` reads, by unit."""
+
+    def __init__(self, module: nn.Module, reads: list[tuple[Resident, list[Param]]], hooks: SavedHooks) -> None:
+        self.module = module
+        self.fixed = [r for r, _ in reads if r.mode in (Mode.GFGB, Mode.DHA)]
+        self.moving = [(r, ps) for r, ps in reads if r.mode not in (Mode.GFGB, Mode.DHA)]
+        self._hooks = hooks
+        self._open: list[tuple[list[tuple[Resident, list[Param], Slot | None]], bool]] = []
+        self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def install(self) -> None:
+        before = Hook(self._enter if self.moving else self._wait)
+        self._handles.append(self.module.register_forward_pre_hook(before, prepend=True))
+        if self.moving:
+            # Also when the forward raises: the next attempt must find everything in its place.
+            self._handles.append(self.module.register_forward_hook(Hook(self._leave), always_call=True))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _wait(self, *_: Any) -> None:
+        for resident in self.fixed:
+            if resident.pending:
+                resident.wait()
+
+    def _enter(self, *_: Any) -> None:
+        self._wait()
+        entered: list[tuple[Resident, list[Param], Slot | None]] = []
+        ranges = []
+        for resident, params in self.moving:
+            resident.wait()
+            slot = resident.ring.forward(resident) if resident.ring is not None else None
+            raw = resident.memory.param.device
+            if slot is not None:
+                for p, view in zip(params, self._slot_views(resident, params, slot), strict=True):
+                    p.param.data = view
+                raw = slot.bytes
+            assert raw is not None
+            first = raw.data_ptr()
+            ranges.append((first, first + resident.memory.layout.nbytes, resident))
+            entered.append((resident, params, slot))
+        push = torch.is_grad_enabled()
+        if push:
+            self._hooks.push(ranges)
+        self._open.append((entered, push))
+
+    def _slot_views(self, resident: Resident, params: list[Param], slot: Slot) -> list[torch.Tensor]:
+        key = (id(resident), id(slot))
+        if key not in self._views:
+            self._views[key] = [resident.memory.buffer_param(slot.bytes, p) for p in params]
+        return self._views[key]
+
+    def _leave(self, *_: Any) -> None:
+        if not self._open:
+            return
+        entered, pushed = self._open.pop()
+        if pushed:
+            self._hooks.pop()
+        for resident, params, slot in entered:
+            if slot is not None:
+                for p in params:
+                    p.param.data = resident.rest[p.index]
+                assert resident.ring is not None
+                resident.ring.release(slot)
+            elif pushed and resident.mode is Mode.DFGB:
+                resident.load_for_backward()
