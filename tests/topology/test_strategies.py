@@ -1,0 +1,224 @@
+"""Static and dynamic dispatch: every byte exactly once, whoever is slow, whoever fails, from any number of
+threads.
+"""
+
+import heapq
+import random
+import threading
+
+import numpy as np
+import pytest
+from memferry_ascend.topology.dispatch import Path, finish_time, split
+from memferry_ascend.topology.strategies import (
+    Chunk,
+    Dispatch,
+    DynamicDispatch,
+    StaticDispatch,
+    Transfer,
+    TransferFailed,
+)
+
+MIB = 1 << 20
+DIRECT, ASSISTED = Path("direct", 16e-6, 56e9), Path("assisted", 59e-6, 51e9)
+
+
+class VirtualClock:
+    """Seconds of a simulated run, so that no test depends on the machine's speed."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def drive(transfer: Transfer, seconds: dict, clock: VirtualClock) -> tuple[float, list[Chunk]]:
+    """Copy in virtual time, one chunk at a time per path; `seconds[name](nbytes, now)`. Returns (end,
+    chunks).
+    """
+    events: list[tuple[float, str, Chunk]] = []
+    idle, chunks = set(transfer.paths), []
+    while not transfer.done:
+        progress = True
+        while progress:  # a path that declines may make another one take what is left
+            progress = False
+            for name in sorted(idle):
+                if (chunk := transfer.next_chunk(name)) is not None:
+                    heapq.heappush(events, (clock.now + seconds[name](chunk[1], clock.now), name, chunk))
+                    idle.discard(name)
+                    progress = True
+        if transfer.done:
+            break
+        clock.now, name, chunk = heapq.heappop(events)
+        transfer.complete(name, chunk)
+        chunks.append(chunk)
+        idle.add(name)
+    return clock.now, chunks
+
+
+def at_speed(*paths: Path) -> dict:
+    return {p.name: lambda n, now, p=p: p.seconds(n) for p in paths}
+
+
+def assert_covers(chunks: list[Chunk], nbytes: int) -> None:
+    position = 0
+    for offset, n in sorted(chunks):
+        assert offset == position
+        assert n > 0
+        position += n
+    assert position == nbytes
+
+
+def test_static_hands_out_the_split() -> None:
+    transfer = StaticDispatch().begin(64 * MIB, [DIRECT, ASSISTED])
+    a, b = transfer.next_chunk("direct"), transfer.next_chunk("assisted")
+    assert a is not None
+    assert b is not None
+    assert [a[1], b[1]] == split(64 * MIB, [DIRECT, ASSISTED])
+    assert_covers([a, b], 64 * MIB)
+    assert transfer.next_chunk("direct") is None
+    assert not transfer.done
+    transfer.complete("direct", a)
+    transfer.complete("assisted", b)
+    assert transfer.done
+    assert transfer.moved == {"direct": a[1], "assisted": b[1]}
+
+
+@pytest.mark.parametrize("dispatch", [StaticDispatch(), StaticDispatch(MIB), DynamicDispatch(MIB)])
+@pytest.mark.parametrize("size", [0, 1, 511, 512, 100_000, 3 * MIB + 7, 64 * MIB])
+def test_every_byte_exactly_once(dispatch: Dispatch, size: int) -> None:
+    paths = [DIRECT, ASSISTED, Path("far", 1e-3, 200e9)]
+    transfer = dispatch.begin(size, paths)
+    clock = VirtualClock()
+    _, chunks = drive(transfer, at_speed(*paths), clock)
+    assert_covers(chunks, size)
+    assert sum(transfer.moved.values()) == size
+
+
+def test_dynamic_leaves_small_transfers_to_the_low_latency_path() -> None:
+    for size in (512, 64 << 10, MIB, 2 * MIB):
+        clock = VirtualClock()
+        transfer = DynamicDispatch(MIB, clock=clock).begin(size, [DIRECT, ASSISTED])
+        drive(transfer, at_speed(DIRECT, ASSISTED), clock)
+        assert transfer.moved == {"direct": size, "assisted": 0}
+
+
+def test_dynamic_is_close_to_the_optimum_when_startup_is_cheap() -> None:
+    # Chunks pay the startup each, so the comparison is made where it does not matter.
+    paths = [Path("a", 1e-9, 50e9), Path("b", 2e-9, 20e9), Path("c", 1e-9, 7e9)]
+    clock = VirtualClock()
+    transfer = DynamicDispatch(MIB, clock=clock).begin(64 * MIB, paths)
+    end, _ = drive(transfer, at_speed(*paths), clock)
+    assert end < 1.03 * finish_time(split(64 * MIB, paths), paths)
+
+
+def test_dynamic_beats_static_when_contention_begins_halfway() -> None:
+    size = 256 * MIB
+    paths = [DIRECT, ASSISTED]
+
+    def slowed(n: int, now: float) -> float:
+        """The assisted path keeps a quarter of its bandwidth from the first millisecond on, fluidly."""
+        before = max(0.0, 1e-3 - now - ASSISTED.latency) * ASSISTED.bandwidth
+        if n <= before:
+            return ASSISTED.seconds(n)
+        return ASSISTED.latency + before / ASSISTED.bandwidth + (n - before) / (ASSISTED.bandwidth / 4)
+
+    seconds = {**at_speed(DIRECT), "assisted": slowed}
+    clock = VirtualClock()
+    static, _ = drive(StaticDispatch().begin(size, paths), seconds, clock)
+    clock = VirtualClock()
+    dynamic, _ = drive(DynamicDispatch(4 * MIB, clock=clock).begin(size, paths), seconds, clock)
+    assert dynamic < 0.7 * static  # each chunk pays its startup here
+
+
+def test_all_paths_declining_is_impossible() -> None:
+    rng = random.Random(5)
+    for _ in range(300):
+        paths = [
+            Path(str(i), 10 ** rng.uniform(-7, -3), 10 ** rng.uniform(8, 11))
+            for i in range(rng.randint(1, 6))
+        ]
+        size = rng.randint(1, 8 * MIB)
+        clock = VirtualClock()
+        transfer = DynamicDispatch(MIB, clock=clock).begin(size, paths)
+        _, chunks = drive(transfer, at_speed(*paths), clock)  # an empty heap would raise IndexError
+        assert_covers(chunks, size)
+
+
+@pytest.mark.parametrize("dispatch", [StaticDispatch(), StaticDispatch(MIB), DynamicDispatch(MIB)])
+def test_a_failed_path_gives_its_chunks_back(dispatch: Dispatch) -> None:
+    paths = [DIRECT, ASSISTED, Path("third", 20e-6, 30e9)]
+    transfer = dispatch.begin(48 * MIB, paths)
+    held = transfer.next_chunk("assisted")
+    assert held is not None
+    transfer.fail("assisted", OSError("link down"))
+    assert transfer.next_chunk("assisted") is None
+    with pytest.raises(ValueError, match="none after fail"):
+        transfer.complete("assisted", held)
+    chunks: list[Chunk] = []
+    while not transfer.done:
+        for name in ("direct", "third"):
+            if (chunk := transfer.next_chunk(name)) is not None:
+                transfer.complete(name, chunk)
+                chunks.append(chunk)
+    assert_covers(chunks, 48 * MIB)
+    assert transfer.moved["assisted"] == 0
+    assert min(transfer.moved["direct"], transfer.moved["third"]) > 0
+
+
+@pytest.mark.parametrize("dispatch", [StaticDispatch(), DynamicDispatch(MIB)])
+def test_when_every_path_fails_the_caller_hears_why(dispatch: Dispatch) -> None:
+    transfer = dispatch.begin(8 * MIB, [DIRECT, ASSISTED])
+    transfer.next_chunk("direct")
+    transfer.fail("assisted")
+    transfer.fail("direct", OSError("bus error"))
+    transfer.fail("direct")  # a second report changes nothing
+    for call in (lambda: transfer.next_chunk("direct"), transfer.join):
+        with pytest.raises(TransferFailed, match="all paths failed") as caught:
+            call()
+        assert isinstance(caught.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize("dispatch", [StaticDispatch(64 << 10), DynamicDispatch(64 << 10)])
+def test_threads_with_a_failure_halfway(dispatch: Dispatch) -> None:
+    """Real threads write a buffer; one path dies holding a chunk. The buffer is complete, each byte written
+    once.
+    """
+    size = 4 * MIB + 3
+    paths = [Path(str(i), 1e-6, 1e9) for i in range(4)]
+    transfer = dispatch.begin(size, paths)
+    written = np.zeros(size, dtype=np.uint8)
+    assert transfer.next_chunk("2") is not None  # in its hands before the others can take everything
+
+    def work(name: str) -> None:
+        if name == "2":
+            transfer.fail(name, OSError("gone"))
+        while (chunk := transfer.next_chunk(name, wait=True)) is not None:
+            offset, n = chunk
+            written[offset : offset + n] += 1
+            transfer.complete(name, chunk)
+
+    threads = [threading.Thread(target=work, args=(p.name,)) for p in paths]
+    for t in threads:
+        t.start()
+    assert transfer.join(timeout=60)
+    for t in threads:
+        t.join(timeout=60)
+        assert not t.is_alive()
+    assert sum(transfer.moved.values()) == size
+    assert transfer.moved["2"] == 0
+    assert (written == 1).all()
+
+
+def test_bad_use_is_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of 512"):
+        DynamicDispatch(1000)
+    with pytest.raises(ValueError, match="min_chunk"):
+        DynamicDispatch(512, min_chunk=1024)
+    with pytest.raises(ValueError, match="distinct names"):
+        StaticDispatch().begin(1, [DIRECT, DIRECT])
+    transfer = StaticDispatch().begin(MIB, [DIRECT])
+    with pytest.raises(KeyError, match="sideways"):
+        transfer.next_chunk("sideways")
+    with pytest.raises(ValueError, match="complete each chunk once"):
+        transfer.complete("direct", (0, 1))
