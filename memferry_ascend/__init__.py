@@ -1,3 +1,61 @@
-"""Train PyTorch models larger than device memory."""
+"""Train PyTorch models larger than device memory: parameters, gradients and optimizer state live in host memory.
+
+import memferry_ascend as mf
+
+mf.init()
+engine = mf.ferry(model, optimizer)
+for batch in loader:
+    loss = engine.model(**batch).loss
+    loss.backward()
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from memferry_ascend.config import Config
+from memferry_ascend.engine import Engine
+from memferry_ascend.errors import ConfigError, FerryError
+from memferry_ascend.planner import Plan, Profile
+from memferry_ascend.runtime import Runtime, current, init
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Engine",
+    "FerryError",
+    "Plan",
+    "Profile",
+    "Runtime",
+    "ferry",
+    "init",
+]
+
+
+def ferry(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    sample_batch: Any = None,
+    config: Config | None = None,
+    plan: Plan | None = None,
+) -> Engine:
+    """Move `model` and the state of `optimizer` to host memory and arm them for training on the device.
+
+    model: on the CPU, parameters float32 or bfloat16. Its parameters change storage in place and stay its own.
+    optimizer: one torch optimizer over the model's trainable parameters.
+    sample_batch: a dict (keyword arguments), a tuple (positional) or one tensor to call the model with; used to measure
+        and to keep `Config.device_memory`.
+    plan: overrides `Config.planner`.
+
+    Raises:
+        FerryError: the model, optimizer, plan or sizes do not fit together; nothing has been changed then.
+    """
+    return Engine(model, optimizer, current(), config or Config(), plan, sample_batch)

@@ -82,7 +82,7 @@ class Gradients:
         self._backend = backend
         self._worker = worker
         self._accumulate = accumulate
-        self._publish = publish
+        self.publishes = publish
         self._final = final
         self._window = window
         self._in_flight: deque[tuple[UnitGrads, list[torch.Tensor], int]] = deque()
@@ -116,7 +116,7 @@ class Gradients:
         for ug in self.units:
             for s in ug.states:
                 handles.append(s.p.param.register_post_accumulate_grad_hook(self._arrival_hook(ug, s)))
-                if self._publish:
+                if self.publishes:
                     handles.append(s.p.param.register_hook(self._before_hook(s)))
         return handles
 
@@ -175,12 +175,16 @@ class Gradients:
         staged, ug.staged = ug.staged, []
         if not staged:
             return
+        ug.resident.wait()  # an update in flight reads what the download overwrites
         again = [s for s, _ in staged if s.arrivals]
         if again:
             self._start_summing()
             unfolded = [s for s in again if s.folded < s.arrivals]
             if unfolded:
-                self._fold(ug, unfolded)
+                self._backend.compute.record(
+                    ug.ready
+                )  # kernels of the user's may have changed what was published
+                self._fold(ug, unfolded, ug.ready)
         if ug.folds:
             self._worker.wait_for(lambda: ug.folds == 0)  # the copy below overwrites what a fold reads
         self._backend.compute.record(ug.ready)
@@ -214,7 +218,8 @@ class Gradients:
         self._in_flight_bytes -= nbytes
         tensors.clear()
 
-    def _fold(self, ug: UnitGrads, states: list[GradState]) -> None:
+    def _fold(self, ug: UnitGrads, states: list[GradState], after: Event | None = None) -> None:
+        """Queue adding the last arrival of `states` to their fp32 sums, behind the download and `after`."""
         jobs = []
         for s in states:
             jobs.append((ug.memory.host_state("acc", s.p), ug.memory.host_grad(s.p).view(-1), s.folded == 0))
@@ -223,6 +228,8 @@ class Gradients:
 
         def fold() -> None:
             ug.downloaded.synchronize()
+            if after is not None:
+                after.synchronize()
             self._backend._at("fold")
             for acc, grad, first in jobs:
                 hostmath.accumulate(acc, grad, first)
@@ -251,7 +258,7 @@ class Gradients:
             self._flush(ug)
         if self.backward_ended is not None:
             self.backward_ended()
-        if not self._publish:
+        if not self.publishes:
             return
         while self._in_flight:
             self._let_go()
@@ -288,7 +295,8 @@ class Gradients:
             if self.summing:
                 unfolded = [s for s in part if s.folded < s.arrivals]
                 if unfolded:
-                    self._fold(ug, unfolded)
+                    self._backend.compute.record(ug.ready)
+                    self._fold(ug, unfolded, ug.ready)
             out.append((ug, part))
         return out
 

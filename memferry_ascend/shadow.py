@@ -30,7 +30,9 @@ from memferry_ascend.worker import Worker
 class Resident:
     """One unit's storages and how far its latest update is."""
 
-    def __init__(self, unit: Unit, memory: UnitMemory, backend: Backend, worker: Worker, ring: Ring | None) -> None:
+    def __init__(
+        self, unit: Unit, memory: UnitMemory, backend: Backend, worker: Worker, ring: Ring | None
+    ) -> None:
         self.unit = unit
         self.memory = memory
         self.mode = Mode(unit.plan.mode)
@@ -84,6 +86,10 @@ class Resident:
         self.generation += 1
         self.host_ready = False
         self.pending = True
+        self.forget()
+
+    def forget(self) -> None:
+        """The arena was written by somebody else: no device copy is worth anything."""
         self._reloaded = False
         if self.ring is not None:
             self.ring.drop(self)

@@ -40,7 +40,33 @@ def reads_values(func: Callable[..., Any]) -> bool:
     return name not in _LOOKS_NOT_READS
 
 
-class ReadTracer(TorchFunctionMode):
+class SwitchableMode(TorchFunctionMode):
+    """A mode that is switched on and off at points that are not nested like `with` blocks."""
+
+    active = False
+
+    def on(self) -> None:
+        """Begin to watch the calling thread."""
+        if not self.active:
+            self.active = True
+            self.__enter__()
+
+    def off(self) -> None:
+        """Stop, wherever in the thread's stack of modes we are: the user may have entered modes after us."""
+        if not self.active:
+            return
+        self.active = False
+        above: list[TorchFunctionMode] = []
+        while torch._C._len_torch_function_stack() > 0:
+            mode = torch._C._pop_torch_function_stack()
+            if mode is self:
+                break
+            above.append(mode)
+        for mode in reversed(above):
+            torch._C._push_on_torch_function_stack(mode)
+
+
+class ReadTracer(SwitchableMode):
     """Records, in order, which module was innermost when a parameter was read.
 
     `reads[id(parameter)]` lists modules in the order of their first read of it; `order` lists parameter ids in the
@@ -89,6 +115,11 @@ class ReadTracer(TorchFunctionMode):
         for module in self._model.modules():
             self._handles.append(module.register_forward_pre_hook(pre, prepend=True))
             self._handles.append(module.register_forward_hook(post, always_call=True))
+
+    def enter(self, module: nn.Module) -> None:
+        """`module` is running already, its hooks came too late."""
+        self._stack.append(module)
+        self.called.add(id(module))
 
     def unwatch(self) -> None:
         for handle in self._handles:

@@ -40,7 +40,9 @@ class Hook:
 class Window:
     """The parameters that `module` reads, by unit."""
 
-    def __init__(self, module: nn.Module, reads: list[tuple[Resident, list[Param]]], hooks: SavedHooks) -> None:
+    def __init__(
+        self, module: nn.Module, reads: list[tuple[Resident, list[Param]]], hooks: SavedHooks
+    ) -> None:
         self.module = module
         self.fixed = [r for r, _ in reads if r.mode in (Mode.GFGB, Mode.DHA)]
         self.moving = [(r, ps) for r, ps in reads if r.mode not in (Mode.GFGB, Mode.DHA)]

@@ -1,0 +1,224 @@
+"""Arming: everything that is allocated, computed and bound once, before the first step."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from memferry_ascend import hostmath, sizes
+from memferry_ascend.arena import Arena, Layout, UnitMemory
+from memferry_ascend.backends.base import Backend
+from memferry_ascend.errors import FerryError
+from memferry_ascend.hostupdate import NativeUpdate, Scratch, TorchUpdate, UnitUpdate, is_native
+from memferry_ascend.layers import Layer, Param, Unit
+from memferry_ascend.planner.plan import Mode
+from memferry_ascend.ring import Ring
+
+RING_SLOTS = 3
+"""One unit computes, one is loaded, one is about to be: a third slot hides the launch of the copy."""
+
+MARGIN = 0.05
+"""Share of RAM that the arena leaves alone when no bound is given."""
+
+
+def assign_groups(params: list[Param], optimizer: torch.optim.Optimizer) -> None:
+    """Give every trainable parameter its param group.
+
+    Raises:
+        FerryError: the optimizer holds a parameter twice, one that is not in the model, or misses a trainable one.
+    """
+    by_id = {id(p.param): p for p in params}
+    seen: set[int] = set()
+    for number, group in enumerate(optimizer.param_groups):
+        for t in group["params"]:
+            if id(t) not in by_id:
+                raise FerryError(
+                    f"the optimizer's group {number} holds a parameter of shape {tuple(t.shape)} that is not in the "
+                    "model; make the optimizer from model.parameters()"
+                )
+            if id(t) in seen:
+                raise FerryError(f"the optimizer holds parameter {by_id[id(t)].name!r} twice; list it once")
+            seen.add(id(t))
+            by_id[id(t)].group = number
+    for p in params:
+        if p.group < 0:
+            if p.trainable:
+                raise FerryError(
+                    f"parameter {p.name!r} is trainable but not in the optimizer; add it, or set requires_grad=False"
+                )
+        elif not p.trainable:
+            p.group = -1  # frozen: listed by habit, never updated
+
+
+def available_host_bytes() -> int:
+    """Free RAM or what the cgroup leaves, whichever is less."""
+    free = 1 << 62
+    try:
+        with open("/proc/meminfo") as f:
+            for line in f:
+                if line.startswith("MemAvailable:"):
+                    free = int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        try:
+            with open(limit) as f, open(used) as g:
+                text = f.read().strip()
+                if text != "max":
+                    free = min(free, int(text) - int(g.read()))
+        except (OSError, ValueError):
+            continue
+    return free
+
+
+def arena_bytes(units: list[Unit], native: bool, accumulate: int) -> dict[str, int]:
+    """Bytes the arena will take by kind of array, before anything is allocated."""
+    need: dict[str, int] = {}
+
+    def add(kind: str, nbytes: int) -> None:
+        if nbytes:
+            need[kind] = need.get(kind, 0) + nbytes
+
+    for unit in units:
+        layout = Layout(unit)
+        add("param", layout.nbytes)
+        add("grad", layout.grad_nbytes)
+        if any(p.trainable and p.dtype is torch.bfloat16 for p in unit.params):
+            add("lo", layout.elements * 2)
+        if native:
+            add("m", layout.elements * 4)
+            add("v", layout.elements * 4)
+        if accumulate > 1:
+            add("acc", layout.elements * 4)
+    return need
+
+
+def check_host_memory(need: dict[str, int], limit: int | None) -> None:
+    """Refuse before allocating.
+
+    Raises:
+        FerryError: names the total, the limit, and the three largest consumers.
+    """
+    total = sum(need.values())
+    source = "Config.host_memory"
+    if limit is None:
+        limit, source = int(available_host_bytes() * (1 - MARGIN)), "free memory less a margin of 5 %"
+    if total > limit:
+        top = ", ".join(f"{k} {sizes.fmt(v)}" for k, v in sorted(need.items(), key=lambda kv: -kv[1])[:3])
+        raise FerryError(
+            f"host memory: this model needs {sizes.fmt(total)} ({total} bytes; the largest: {top}), over "
+            f"{sizes.fmt(limit)} ({source}); the smallest workable host_memory is {total} bytes"
+        )
+
+
+def fill(
+    units: list[Unit], arena: Arena, backend: Backend, need: dict[str, int], native: bool
+) -> list[UnitMemory]:
+    """Allocate every unit's regions and move the model's values in; the module's own memory is let go unit by unit."""
+    left = dict(need)
+
+    def region(memory: UnitMemory, kind: str, nbytes: int, mapped: bool) -> None:
+        r = arena.region(kind, nbytes, mapped=mapped, expect=left.get(kind, 0))
+        left[kind] = left.get(kind, 0) - nbytes
+        if kind == "param":
+            memory.param = r
+        elif kind == "grad":
+            memory.grad = r
+        else:
+            memory.state[kind] = r
+
+    out = []
+    for unit in units:
+        memory = UnitMemory(unit)
+        layout = memory.layout
+        region(memory, "param", layout.nbytes, True)
+        if layout.grad_nbytes:
+            region(memory, "grad", layout.grad_nbytes, True)
+        if any(p.trainable and p.dtype is torch.bfloat16 for p in unit.params):
+            region(memory, "lo", layout.elements * 2, False)
+        if native and layout.elements:
+            region(memory, "m", layout.elements * 4, False)
+            region(memory, "v", layout.elements * 4, False)
+        for p in unit.params:
+            set_master(memory, p, p.param.detach())
+            p.param.grad = None
+            p.param.data = memory.device_param(p)
+        out.append(memory)
+    return out
+
+
+def set_master(memory: UnitMemory, p: Param, value: torch.Tensor) -> None:
+    """Write a master value (any float dtype, CPU) into the arena."""
+    target = memory.host_param(p)
+    if p.dtype is torch.bfloat16 and p.trainable:
+        flat = value.detach().float().contiguous().view(-1)
+        hostmath.split_master(flat, target.view(-1), memory.host_state("lo", p))
+    else:
+        with torch.no_grad():
+            target.copy_(value)
+
+
+def get_master(memory: UnitMemory, p: Param) -> torch.Tensor:
+    """A copy of a parameter's master: fp32 for trainable parameters, the stored dtype for frozen ones."""
+    if p.dtype is torch.bfloat16 and p.trainable:
+        out = torch.empty(p.numel, dtype=torch.float32)
+        hostmath.join_master(memory.host_param(p).view(-1), memory.host_state("lo", p), out)
+        return out.view(p.shape)
+    return memory.host_param(p).clone()
+
+
+def make_updates(memories: list[UnitMemory], optimizer: torch.optim.Optimizer) -> dict[int, UnitUpdate]:
+    """The host update of each unit that has trainable parameters, by unit index."""
+    out: dict[int, UnitUpdate] = {}
+    native = is_native(optimizer)
+    scratch = None if native else Scratch(max((m.layout.elements for m in memories), default=0))
+    for memory in memories:
+        params = [p for p in memory.unit.params if p.trainable]
+        if not params:
+            continue
+        update: UnitUpdate
+        if native:
+            update = NativeUpdate(memory, params, type(optimizer) is torch.optim.AdamW)
+        else:
+            assert scratch is not None
+            update = TorchUpdate(memory, params, optimizer, scratch)
+        for p in params:
+            if optimizer.state.get(p.param):
+                update.load_state(p, optimizer.state[p.param])
+        out[memory.unit.index] = update
+    return out
+
+
+def make_ring(units: list[Unit], backend: Backend) -> Ring | None:
+    """A ring that holds the largest streamed unit, or None when nothing is streamed."""
+    streamed = [Layout(u).nbytes for u in units if u.plan.mode is Mode.STREAM]
+    if not streamed:
+        return None
+    return Ring(backend, min(RING_SLOTS, len(streamed)), max(streamed))
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Buffers keep their dtype and follow the parameters to the device."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def distant(layers: list[Layer]) -> frozenset[str]:
+    """Layers that own a parameter other layers read too: each gets a unit of its own."""
+    owners: dict[int, str] = {}
+    out = set()
+    for layer in layers:
+        for p in layer.params:
+            owners[p.index] = layer.name
+        for p in layer.reads:
+            if p not in layer.params:
+                out.add(owners[p.index])
+    return frozenset(out)

@@ -1,0 +1,440 @@
+"""The engine: arms a model with a plan and conducts forward, backward and step. Nothing else.
+
+One iteration, in the words of `shadow.py`:
+
+    forward    a window's hook waits for its unit's pending update, binds moving units, prefetches the next
+    backward   a gradient leaves for the arena as soon as its unit's last one was produced (`gradients.py`)
+    step       hyperparameters are copied, an event marks the compute stream, one job per unit goes to the worker,
+               ordered by position in the forward pass; control returns at once
+    worker     waits for download and event, updates the unit, starts its upload; the next forward meets it there
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from memferry_ascend import arming, checkpoint, hostmath
+from memferry_ascend.arena import Arena
+from memferry_ascend.backends.base import Event
+from memferry_ascend.clipping import Clipper, Scale
+from memferry_ascend.config import Config, host_threads
+from memferry_ascend.errors import ConfigError, FerryError
+from memferry_ascend.gradients import Gradients, GradState, UnitGrads
+from memferry_ascend.guard import ReadGuard
+from memferry_ascend.hostupdate import Hypers, is_native, refuse, snapshot
+from memferry_ascend.layers import Param, collect, units
+from memferry_ascend.optimizer import FerryOptimizer
+from memferry_ascend.planner.plan import Plan
+from memferry_ascend.planning import choose_plan
+from memferry_ascend.recorder import Recorder
+from memferry_ascend.runtime import Runtime
+from memferry_ascend.saved import SavedHooks
+from memferry_ascend.shadow import Resident
+from memferry_ascend.tracing import ReadTracer
+from memferry_ascend.windows import Hook, Window
+from memferry_ascend.worker import Worker
+
+GRADIENT_WINDOW = 256 << 20
+"""Bytes of device gradients whose download may be outstanding before the compute stream waits for the oldest."""
+
+_armed: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+
+
+class Engine:
+    """Made by `ferry`. `model` and `optimizer` are what the training loop uses.
+
+    Attributes:
+        model: the user's module, its parameters now on the device.
+        optimizer: a torch optimizer over the same `param_groups`.
+        plan: the decisions in force. profile: the measurements behind them, None when the rules decided.
+        recorder: what ran when.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        runtime: Runtime,
+        config: Config,
+        plan: Plan | None,
+        sample_batch: Any,
+    ) -> None:
+        refuse(optimizer)
+        if hasattr(model, "_orig_mod"):
+            raise FerryError("ferry: expected a plain module, got a torch.compile'd one; ferry it uncompiled")
+        if model in _armed:
+            raise FerryError("ferry: this model is ferried already; close() its engine first")
+        if config.device_memory is not None and sample_batch is None:
+            raise ConfigError(
+                "Config.device_memory needs a sample_batch: activations must be measured to be bounded"
+            )
+        self.model = model
+        self.config = config
+        self.runtime = runtime
+        self._backend = backend = runtime.backend
+        hostmath.set_threads(host_threads(runtime.local_world, config.threads))
+        layers = collect(model, config.precision, config.keep_fp32)
+        self._params = [p for layer in layers for p in layer.params]
+        self._dtypes = {p.index: p.param.dtype for p in self._params}
+        arming.assign_groups(self._params, optimizer)
+        if not any(p.trainable for p in self._params):
+            raise FerryError("ferry: expected at least one trainable parameter, all are frozen")
+        self.profile, self.plan = choose_plan(plan, layers, model, optimizer, runtime, config, sample_batch)
+        by_name = {lp.name: lp for lp in self.plan.layers}
+        self._units = units(layers, by_name, alone=arming.distant(layers))
+        native = is_native(optimizer)
+        need = arming.arena_bytes(self._units, native, config.accumulate)
+        arming.check_host_memory(need, config.host_bytes)
+        self._arena = Arena(backend, config.host_bytes)
+        self.recorder = Recorder(backend)
+        self._worker = Worker(backend)
+        self._closed = False
+        try:
+            self._arm(layers, optimizer, need, native)
+        except BaseException:
+            self._worker.close()
+            raise
+        _armed[model] = self
+
+    # -- arming --------------------------------------------------------------------------------------------------------
+    def _arm(
+        self, layers: list[Any], optimizer: torch.optim.Optimizer, need: dict[str, int], native: bool
+    ) -> None:
+        backend, config = self._backend, self.config
+        memories = arming.fill(self._units, self._arena, backend, need, native)
+        arming.move_buffers(self.model, backend.device)
+        self._ring = arming.make_ring(self._units, backend)
+        self._residents = [
+            Resident(u, m, backend, self._worker, self._ring)
+            for u, m in zip(self._units, memories, strict=True)
+        ]
+        if self._ring is not None:
+            self._ring.arrange([r for r in self._residents if r.ring is not None])
+        self._updates = arming.make_updates(memories, optimizer)
+        self._resident_of: dict[int, Resident] = {}
+        for r in self._residents:
+            if r.buffer is not None:
+                r.upload(None)
+            for p in r.unit.params:
+                self._resident_of[id(p.param)] = r
+            r.bind_rest()
+        backend.synchronize()
+        early = config.update == "backward" and config.max_grad_norm is None
+        self._gradients = Gradients(
+            self._residents,
+            self._arena,
+            backend,
+            self._worker,
+            accumulate=config.accumulate,
+            publish=config.update == "step",
+            window=GRADIENT_WINDOW,
+            final=self._update_now if early else None,
+        )
+        self._gradients.backward_ended = self._backward_ended
+        self._clipper = Clipper(self._gradients, backend, self._worker, config.max_grad_norm)
+        self._handles = self._gradients.install()
+        self._saved = SavedHooks()
+        self._windows: list[Window] = []
+        self._by_module = {id(layer.module): (layer.module, list(layer.reads)) for layer in layers}
+        self._unread: list[Resident] = []
+        self._install_windows()
+        self._handles.append(self.model.register_forward_pre_hook(Hook(self._before_forward), prepend=True))
+        self._handles.append(self.model.register_forward_hook(Hook(self._after_forward), always_call=True))
+        self._tracer: ReadTracer | None = None
+        self._traced = False
+        self._step_event = backend.event()
+        self._updating: list[UnitGrads] = []
+        self._guard = ReadGuard(self._wait_parameter, self._is_pending)
+        self.optimizer = FerryOptimizer(optimizer, self)
+        self._handles += checkpoint.install_state_dict_hooks(self)
+
+    def _install_windows(self) -> None:
+        for window in self._windows:
+            window.remove()
+        self._windows = []
+        for module, params in self._by_module.values():
+            reads: dict[int, tuple[Resident, list[Param]]] = {}
+            for p in params:
+                r = self._resident_of[id(p.param)]
+                reads.setdefault(r.order, (r, []))[1].append(p)
+            window = Window(module, list(reads.values()), self._saved)
+            window.install()
+            self._windows.append(window)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+    def _before_forward(self, *_: Any) -> None:
+        self._check_open()
+        self._worker.check()
+        self._guard.off()
+        if torch.is_autocast_enabled(self._backend.device.type) and torch.is_autocast_cache_enabled():
+            raise FerryError(
+                "autocast with its weight cache would keep copies of parameters; ferry trains in bf16 already: leave "
+                "autocast out, or pass cache_enabled=False"
+            )
+        for r in self._unread:
+            r.wait()
+        if not self._traced and self._tracer is None:
+            self._tracer = ReadTracer(self.model, [p.param for p in self._params])
+            self._tracer.watch()
+            self._tracer.on()
+            self._tracer.enter(self.model)
+
+    def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        tracer, self._tracer = self._tracer, None
+        if tracer is None:
+            return
+        tracer.off()
+        tracer.unwatch()
+        if output is not None:  # None: the forward raised; trace the next one
+            self._learn(tracer)
+
+    def _learn(self, tracer: ReadTracer) -> None:
+        """Move windows to where parameters are really read, and order units by their first read."""
+        self._traced = True
+        by_id = {id(p.param): p for p in self._params}
+        by_module: dict[int, tuple[nn.Module, list[Param]]] = {}
+        for key, modules in tracer.reads.items():
+            for module in modules:
+                by_module.setdefault(id(module), (module, []))[1].append(by_id[key])
+        for module, params in self._by_module.values():
+            if id(module) in tracer.called:  # its own forward may read them another time
+                known = by_module.setdefault(id(module), (module, []))[1]
+                known += [p for p in params if p not in known]
+        self._by_module = by_module
+        rank = {key: i for i, key in enumerate(tracer.order)}
+        last = len(rank)
+        ordered = sorted(
+            self._residents,
+            key=lambda r: (min(rank.get(id(p.param), last) for p in r.unit.params), r.unit.index),
+        )
+        for position, r in enumerate(ordered):
+            r.order = position
+        if self._ring is not None:
+            self._ring.arrange([r for r in ordered if r.ring is not None])
+        self._unread = [r for r in ordered if any(id(p.param) not in rank for p in r.unit.params)]
+        self._install_windows()
+
+    def _wait_parameter(self, key: int) -> None:
+        r = self._resident_of.get(key)
+        if r is not None and r.pending:
+            r.wait()
+
+    def _is_pending(self) -> bool:
+        return any(r.pending for r in self._residents)
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+    def _backward_ended(self) -> None:
+        if self._ring is not None:
+            self._ring.end_backward()
+
+    def _update_now(self, ug: UnitGrads) -> None:
+        """update="backward": every gradient of this unit is final."""
+        self._hand_over(ug, list(ug.states), snapshot(self.optimizer.param_groups), Scale(), None)
+        self._updating.append(ug)
+
+    # -- step ----------------------------------------------------------------------------------------------------------
+    def _step(self) -> None:
+        self._check_open()
+        self._worker.check()
+        for p in self._params:
+            if p.param.requires_grad != p.trainable:
+                raise FerryError(
+                    f"parameter {p.name!r}: requires_grad was toggled after ferry; close the engine and ferry again"
+                )
+        self._guard.off()
+        early, self._updating = self._updating, []
+        done = {id(ug) for ug in early}
+        parts = [(ug, part) for ug, part in self._gradients.collect() if id(ug) not in done]
+        if not parts and not early:
+            raise FerryError(
+                "step(): expected at least one parameter with a gradient, found none; call backward first"
+            )
+        if self.config.update == "backward":
+            self._check_counts(parts)
+        self._backend.compute.record(self._step_event)
+        hypers = snapshot(self.optimizer.param_groups)
+        scale = self._clipper.begin(parts, self._step_event)
+        for ug, part in parts:
+            self._hand_over(ug, part, hypers, scale, self._step_event)
+        stepped = [s for ug in early for s in ug.states] + [s for _, part in parts for s in part]
+        torch.autograd.graph.increment_version([s.p.param for s in stepped])
+        self._gradients.consumed(stepped)
+        if self._ring is not None:
+            self._ring.expect_forward()
+        self._guard.on()
+
+    def _check_counts(self, parts: list[tuple[UnitGrads, list[GradState]]]) -> None:
+        for _, part in parts:
+            for s in part:
+                if s.arrivals != self.config.accumulate:
+                    raise FerryError(
+                        f"step() after {s.arrivals} backwards for {s.p.name!r}, but accumulate="
+                        f'{self.config.accumulate} was declared with update="backward"; nothing of it was updated'
+                    )
+
+    def _hand_over(
+        self, ug: UnitGrads, part: list[GradState], hypers: Hypers, scale: Scale, after: Event | None
+    ) -> None:
+        """Queue one unit's update: download and `after` (an event on the compute stream), update, upload."""
+        resident, update = ug.resident, self._updates[ug.resident.unit.index]
+        params = [s.p for s in part]
+        summed = self._gradients.summing
+        # A unit's own download is behind its last use on the compute stream: with `after` None that is enough.
+        behind = after if after is not None else ug.downloaded
+        resident.begin_update()
+        backend, recorder = self._backend, self.recorder
+
+        def job() -> None:
+            ug.downloaded.synchronize()
+            behind.synchronize()
+            backend._at("update")
+            with recorder.host("update", resident.unit.name):
+                update.run(params, summed, hypers, scale.value)
+            resident.updated(behind)
+
+        self._worker.submit(resident.order, job)
+
+    def _zero_grad(self, set_to_none: bool) -> None:
+        self._check_open()
+        for ug in self._gradients.units:
+            for s in ug.states:
+                if s.p.param.grad is not None:
+                    if set_to_none:
+                        s.p.param.grad = None
+                    else:
+                        s.p.param.grad.zero_()
+                elif not set_to_none:
+                    s.zeroed = True
+                elif s.arrivals and s.published is None and self.config.update == "step":
+                    s.arrivals = s.folded = 0
+
+    # -- what users call -----------------------------------------------------------------------------------------------
+    @property
+    def grad_norm(self) -> float | None:
+        """Global gradient norm of the last step (fp32, before clipping); None without `max_grad_norm`. Waits for it."""
+        return self._clipper.last_norm()
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradients that are there now to a global norm of `max_norm`, as the coming `step()` applies them:
+        one fp32 norm per parameter, combined in registration order. Returns the norm before clipping. `p.grad` itself
+        is not scaled. Only with update="step"; with update="backward" set Config.max_grad_norm."""
+        self._check_open()
+        return self._clipper.clip_now(max_norm)
+
+    def synchronize(self) -> None:
+        """Block until every update and upload in flight is done; raises what went wrong."""
+        self._worker.drain()
+        for r in self._residents:
+            r.wait()
+        self._backend.synchronize()
+
+    @contextlib.contextmanager
+    def edit(self) -> Iterator[nn.Module]:
+        """Change parameters in place: inside, they are the arena's; on leaving, edited masters are exactly what was
+        written and device copies are refreshed. Untouched parameters keep the low half of their masters."""
+        self._check_open()
+        self.synchronize()
+        before = [r.region.clone() for r in self._residents]
+        for r in self._residents:
+            r.bind_alias()
+        try:
+            yield self.model
+        finally:
+            self._backend.compute.synchronize()
+            checkpoint.reconcile(self, before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Masters (fp32), buffers, optimizer state and counters under the original names; plain tensors and numbers,
+        copies of their own. Loads into another plan, budget or precision."""
+        return checkpoint.state_dict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` gave. Nothing is changed if it does not fit.
+
+        Raises:
+            FerryError: names or shapes differ, or it is no engine state.
+        """
+        checkpoint.load_state_dict(self, state)
+
+    def memory_report(self) -> list[tuple[str, str, int]]:
+        """Where every byte lives: (place, what, bytes)."""
+        names = {
+            "param": "parameters",
+            "grad": "gradients",
+            "lo": "master remainders",
+            "m": "first moments",
+            "v": "second moments",
+            "acc": "fp32 gradient sums",
+        }
+        rows = [("host", names.get(k, k), v) for k, v in self._arena.bytes_by_kind.items()]
+        buffers = sum(r.buffer.numel() for r in self._residents if r.buffer is not None)
+        ring = sum(s.bytes.numel() for s in self._ring.slots) if self._ring is not None else 0
+        rows += [("device", "parameter buffers", buffers), ("device", "ring slots", ring)]
+        return [row for row in rows if row[2]]
+
+    def close(self) -> None:
+        """Return the model to plain CPU parameters in their original dtype and give all memory back. Idempotent; never
+        hides what went wrong, but tidies up first."""
+        if self._closed:
+            return
+        self._closed = True
+        self._guard.off()
+        self._worker.close()
+        error = self._worker.error
+        self._backend.synchronize()
+        for handle in self._handles:
+            handle.remove()
+        for window in self._windows:
+            window.remove()
+        for r in self._residents:
+            for p in r.unit.params:
+                p.param.grad = None
+                p.param.data = arming.get_master(r.memory, p).to(self._dtypes[p.index])
+        arming.move_buffers(self.model, torch.device("cpu"))
+        self.optimizer._detach()
+        _armed.pop(self.model, None)
+        self._windows, self._handles, self._residents, self._updates = [], [], [], {}
+        self._by_module, self._resident_of, self._unread, self._ring = {}, {}, [], None
+        del self._gradients, self._clipper
+        self._arena.close()
+        self.recorder.close()
+        if error is not None:
+            raise FerryError(
+                f"the engine is closed; before that a host update had failed: {error}"
+            ) from error
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise FerryError("the engine is closed")
+
+    # -- for the optimizer ---------------------------------------------------------------------------------------------
+    def _optimizer_state(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        self.synchronize()
+        for r in self._residents:
+            for p in r.unit.params:
+                if p.trainable:
+                    state = self._updates[r.unit.index].state_of(p)
+                    if state:
+                        yield (
+                            id(p.param),
+                            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()},
+                        )
+
+    def _load_optimizer_state(self, by_id: dict[int, dict[str, Any]]) -> None:
+        self.synchronize()
+        for r in self._residents:
+            for p in r.unit.params:
+                if id(p.param) in by_id:
+                    self._updates[r.unit.index].load_state(p, by_id[id(p.param)])

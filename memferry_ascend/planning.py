@@ -1,0 +1,91 @@
+"""Which plan an engine runs: given by the user, a file, the rules, or searched on a measured profile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from memferry_ascend.backends.base import Backend
+from memferry_ascend.config import Config
+from memferry_ascend.errors import FerryError
+from memferry_ascend.layers import Layer
+from memferry_ascend.planner.plan import LayerPlan, Mode, Plan
+from memferry_ascend.planner.profile import Profile
+from memferry_ascend.runtime import Runtime
+
+_GATHERS = (nn.Embedding, nn.EmbeddingBag)
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.RMSNorm)
+
+
+def supports(kinds: frozenset[str], kind: str) -> bool:
+    """True if a backend's set of layer kinds contains `kind`; "*" stands for all of them."""
+    return "*" in kinds or kind in kinds
+
+
+def rule_plan(layers: list[Layer], backend: Backend) -> Plan:
+    """Embeddings and norms are read where they are if the backend can, everything else is copied to the device.
+
+    A tied parameter counts for all its readers: an embedding whose table is also a projection's weight is copied,
+    because no matrix product reads host memory unless that was measured faster.
+    """
+    dha = backend.capabilities().dha_kinds
+    readers: dict[int, list[Layer]] = {}
+    for layer in layers:
+        for p in layer.reads:
+            readers.setdefault(p.index, []).append(layer)
+    out = []
+    for layer in layers:
+        mode, why = Mode.GFGB, "a matrix product would read host memory once per tile"
+        if isinstance(layer.module, _GATHERS + _NORMS):
+            others = [r for p in layer.params for r in readers[p.index] if r is not layer]
+            if others:
+                why = f"tied with {others[0].name}"
+            elif supports(dha, layer.kind):
+                mode = Mode.DHA
+                why = (
+                    "a gather reads few rows"
+                    if isinstance(layer.module, _GATHERS)
+                    else "few bytes, read once"
+                )
+            else:
+                why = f"direct host access is not usable for {layer.kind} on {backend.name}"
+        out.append(
+            LayerPlan(layer.name, mode, why=why, kind=layer.kind, bytes=sum(p.nbytes for p in layer.params))
+        )
+    return Plan(tuple(out))
+
+
+def choose_plan(
+    plan: Plan | None,
+    layers: list[Layer],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    runtime: Runtime,
+    config: Config,
+    sample_batch: Any,
+) -> tuple[Profile | None, Plan]:
+    """The profile (None when nothing was measured) and the plan to run.
+
+    Raises:
+        FerryError: a given plan is of another model.
+    """
+    if plan is None and config.planner not in ("search", "paper", "rules"):
+        plan = Plan.load(config.planner)
+    if plan is not None:
+        check_plan(plan, layers)
+        return None, plan
+    return None, rule_plan(layers, runtime.backend)
+
+
+def check_plan(plan: Plan, layers: list[Layer]) -> None:
+    """Raise unless the plan names exactly the model's layers.
+
+    Raises:
+        FerryError: names the layers that differ.
+    """
+    try:
+        plan.check_layers([layer.name for layer in layers])
+    except ValueError as e:
+        raise FerryError(f"plan of another model: {e}") from None

@@ -1,0 +1,116 @@
+"""`init()`: which device family, which fabric, which rank."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memferry_ascend.backends.base import Backend
+from memferry_ascend.errors import ConfigError, FerryError, unknown
+
+BACKENDS = ("cpu", "cuda", "ascend")
+
+
+@dataclass(frozen=True, eq=False)
+class Runtime:
+    """What `init` found. `topology` is the loaded fabric, None for "auto" without one."""
+
+    backend: Backend
+    topology_name: str
+    topology: Any
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+
+
+_current: Runtime | None = None
+_arguments: tuple[str, str | None] | None = None
+
+
+def _choose() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    if importlib.util.find_spec("torch_npu") is not None:
+        return "ascend"
+    return "cpu"
+
+
+def make_backend(name: str, local_rank: int = 0) -> Backend:
+    """The backend of that name on the device of this rank.
+
+    Raises:
+        ConfigError: unknown name.
+        FerryError: the family's software or device is missing; says which and what to install.
+    """
+    if name == "cpu":
+        from memferry_ascend.backends.cpu import CpuBackend
+
+        return CpuBackend()
+    if name == "cuda":
+        from memferry_ascend.backends.cuda import CudaBackend
+
+        return CudaBackend(local_rank)
+    if name == "ascend":
+        try:
+            from memferry_ascend.backends.ascend import AscendBackend
+        except ImportError as e:
+            raise FerryError(f"the ascend backend is not available: {e}") from e
+        return AscendBackend(local_rank)
+    raise unknown("backend", name, BACKENDS)
+
+
+def init(topology: str = "auto", backend: str | None = None) -> Runtime:
+    """Pick the backend, read the topology and torchrun's environment. Idempotent.
+
+    topology: "auto", a shipped fabric ("cm384"), or a fabric or probe file. It never selects the backend; on "cpu" it
+        gives the links to emulate.
+    backend: "cpu", "cuda" or "ascend"; None takes MEMFERRY_BACKEND, else what the machine has.
+
+    Raises:
+        ConfigError: unknown backend or topology, or a second call with other arguments.
+    """
+    global _current, _arguments
+    backend = backend or os.environ.get("MEMFERRY_BACKEND") or None
+    if _current is not None:
+        if _arguments != (topology, backend):
+            raise ConfigError(
+                f"init was called with topology={_arguments and _arguments[0]!r}, backend="
+                f"{_arguments and _arguments[1]!r} before; expected the same arguments, got topology={topology!r}, "
+                f"backend={backend!r}"
+            )
+        return _current
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    fabric = None
+    if topology != "auto":
+        from memferry_ascend import topology as topo
+
+        fabric = topo.load(topology)
+    runtime = Runtime(
+        backend=make_backend(backend or _choose(), local_rank),
+        topology_name=topology,
+        topology=fabric,
+        rank=int(os.environ.get("RANK", 0)),
+        world=int(os.environ.get("WORLD_SIZE", 1)),
+        local_rank=local_rank,
+        local_world=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+    )
+    _current, _arguments = runtime, (topology, backend)
+    return runtime
+
+
+def current() -> Runtime:
+    """What `init` made; calls it with its defaults the first time."""
+    return _current if _current is not None else init()
+
+
+def reset() -> None:
+    """Forget the runtime (tests, and processes that switch backends). Engines must be closed."""
+    global _current, _arguments
+    if _current is not None:
+        _current.backend.close()
+    _current = _arguments = None
