@@ -15,7 +15,7 @@ from memferry_ascend import hostmath
 from memferry_ascend.backends.base import Backend, Event
 from memferry_ascend.errors import FerryError
 from memferry_ascend.gradients import Gradients, GradState, UnitGrads
-from memferry_ascend.worker import Worker
+from memferry_ascend.worker import Priority, Worker
 
 Parts = list[tuple[UnitGrads, list[GradState]]]
 
@@ -55,7 +55,7 @@ class Clipper:
                 scale.norm = norm
                 self._worker.notify()
 
-            self._worker.submit(-1, job)  # before every update
+            self._worker.submit(Priority.NORM, job)
         self._last = scale if self._max_norm is not None or scale.norm is not None else None
         return scale
 

@@ -148,6 +148,7 @@ class Engine:
         self._handles.append(self.model.register_forward_hook(Hook(self._after_forward), always_call=True))
         self._tracer: ReadTracer | None = None
         self._traced = False
+        self._learned: ReadTracer | None = None
         self._step_event = backend.event()
         self._updating: list[UnitGrads] = []
         self._guard = ReadGuard(self._wait_parameter, self._is_pending)
@@ -192,11 +193,12 @@ class Engine:
         tracer.off()
         tracer.unwatch()
         if output is not None:  # None: the forward raised; trace the next one
-            self._learn(tracer)
+            self._traced = True
+            # Windows may not change under a graph: checkpoint's second forward must save what its first one did.
+            self._learned = tracer
 
     def _learn(self, tracer: ReadTracer) -> None:
         """Move windows to where parameters are really read, and order units by their first read."""
-        self._traced = True
         by_id = {id(p.param): p for p in self._params}
         by_module: dict[int, tuple[nn.Module, list[Param]]] = {}
         for key, modules in tracer.reads.items():
@@ -267,6 +269,9 @@ class Engine:
         self._gradients.consumed(stepped)
         if self._ring is not None:
             self._ring.expect_forward()
+        if self._learned is not None:
+            learned, self._learned = self._learned, None
+            self._learn(learned)
         self._guard.on()
 
     def _check_counts(self, parts: list[tuple[UnitGrads, list[GradState]]]) -> None:

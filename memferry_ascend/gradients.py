@@ -23,7 +23,7 @@ from memferry_ascend.backends.base import Backend, Event
 from memferry_ascend.errors import FerryError
 from memferry_ascend.layers import Param
 from memferry_ascend.shadow import Resident
-from memferry_ascend.worker import Worker
+from memferry_ascend.worker import Priority, Worker
 
 
 @dataclass(eq=False)
@@ -154,7 +154,7 @@ class Gradients:
         """Take a gradient produced on the compute stream."""
         if not self._callback_queued:
             self._callback_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
         if self._final is not None and s.arrivals + 1 > self._accumulate:
             raise FerryError(
                 f"parameter {s.p.name!r}: gradient {s.arrivals + 1} before step(), but accumulate={self._accumulate} "
@@ -236,7 +236,7 @@ class Gradients:
             ug.folds -= 1
             self._worker.notify()
 
-        self._worker.submit(ug.resident.order, fold)
+        self._worker.submit(Priority.FOLD, fold)
 
     def _start_summing(self) -> None:
         if self.summing:

@@ -94,7 +94,7 @@ def collect(model: nn.Module, precision: str, keep_fp32: tuple[str, ...]) -> lis
 
 
 def _check(name: str, p: nn.Parameter) -> None:
-    if isinstance(p, nn.parameter.UninitializedTensorMixin):
+    if isinstance(p, nn.parameter.UninitializedParameter):
         raise FerryError(f"ferry: parameter {name!r} is not initialised; run the lazy module once first")
     if p.dtype not in _DTYPES:
         raise FerryError(

@@ -87,7 +87,7 @@ def init(topology: str = "auto", backend: str | None = None) -> Runtime:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     fabric = None
     if topology != "auto":
-        from memferry_ascend import topology as topo
+        from memferry_ascend import topology as topo  # type: ignore[attr-defined]
 
         fabric = topo.load(topology)
     runtime = Runtime(

@@ -14,12 +14,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-_LOOKS_NOT_READS = frozenset(
-    "size dim numel nelement stride element_size is_floating_point is_complex is_contiguous is_pinned get_device "
-    "storage_offset type ndimension __len__ __hash__ requires_grad_ register_hook is_shared is_signed "
-    "untyped_storage data_ptr __repr__ has_names is_inference".split()
-)
-_READING_GETTERS = frozenset("data T mT H mH real imag".split())
+_LOOKS = """size dim numel nelement stride element_size is_floating_point is_complex is_contiguous is_pinned
+get_device storage_offset type ndimension __len__ __hash__ requires_grad_ register_hook is_shared is_signed
+untyped_storage data_ptr __repr__ has_names is_inference"""
+_LOOKS_NOT_READS = frozenset(_LOOKS.split())
+_READING_GETTERS = frozenset(["data", "T", "mT", "H", "mH", "real", "imag"])
 
 
 def parameters_in(args: Iterable[Any]) -> Iterator[torch.Tensor]:

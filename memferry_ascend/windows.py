@@ -75,14 +75,15 @@ class Window:
         for resident, params in self.moving:
             resident.wait()
             slot = resident.ring.forward(resident) if resident.ring is not None else None
-            raw = resident.memory.param.device
+            alias = resident.memory.param.device
+            assert alias is not None
+            # A nested window that closes binds its parameters to the alias again: both places are this unit's.
+            ranges.append((alias.data_ptr(), alias.data_ptr() + alias.numel(), resident))
             if slot is not None:
                 for p, view in zip(params, self._slot_views(resident, params, slot), strict=True):
                     p.param.data = view
-                raw = slot.bytes
-            assert raw is not None
-            first = raw.data_ptr()
-            ranges.append((first, first + resident.memory.layout.nbytes, resident))
+                first = slot.bytes.data_ptr()
+                ranges.append((first, first + alias.numel(), resident))
             entered.append((resident, params, slot))
         push = torch.is_grad_enabled()
         if push:

@@ -11,6 +11,15 @@ from memferry_ascend.backends.base import Backend
 from memferry_ascend.errors import FerryError
 
 
+class Priority:
+    """Lower runs first. Updates use their unit's position in the forward pass, 0 and up."""
+
+    FOLD = -2
+    """A sum must be complete before anything reads it."""
+    NORM = -1
+    """Every update needs the norm."""
+
+
 class Worker:
     """Runs jobs by priority (lower first, then in order of arrival) on one thread that never holds the interpreter
     lock while it waits or computes: its jobs spend their time in events and native code.

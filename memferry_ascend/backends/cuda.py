@@ -1,0 +1,238 @@
+"""The CUDA backend: registered host pages seen as CUDA tensors over the same bytes, one stream per direction.
+
+Host memory is mapped pages registered with `cudaHostRegister(portable | mapped)`; under unified addressing the device
+pointer equals the host pointer, and `__cuda_array_interface__` makes a tensor of it. torch's pinned caching allocator
+is never used: it rounds to powers of two.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from memferry_ascend import sizes
+from memferry_ascend.backends.base import (
+    Backend,
+    Capabilities,
+    Compute,
+    DeviceOutOfMemory,
+    Event,
+    HostSlab,
+    MemoryStats,
+    Stream,
+    align,
+)
+from memferry_ascend.backends.hostmem import Pages
+from memferry_ascend.errors import FerryError
+
+_PORTABLE, _MAPPED = 1, 2
+
+
+class _DeviceView:
+    """What torch needs to know to make a tensor of mapped host memory."""
+
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+        self._owner = owner
+
+
+class CudaEvent(Event):
+    """Host waits block the thread instead of spinning: the cores are for updates."""
+
+    def __init__(self, timing: bool) -> None:
+        self.event = torch.cuda.Event(enable_timing=timing, blocking=True)
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+    def query(self) -> bool:
+        return self.event.query()
+
+    def elapsed(self, later: Event) -> float:
+        assert isinstance(later, CudaEvent)
+        return self.event.elapsed_time(later.event) / 1e3
+
+
+class CudaStream(Stream):
+    def __init__(self, backend: CudaBackend, name: str) -> None:
+        self.name = name
+        self._backend = backend
+        # High priority: an urgent upload is what the next kernel waits for.
+        self.stream = torch.cuda.Stream(backend.device, priority=-1)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        self.copy_many(((dst, src),))
+
+    def copy_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            self._backend._at(f"copy:{self.name}")
+            for dst, src in pairs:
+                self._backend.check_registered(dst)
+                self._backend.check_registered(src)
+                dst.copy_(src, non_blocking=True)
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        event.event.record(self.stream)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        self.stream.wait_event(event.event)
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+
+class CudaCompute(Compute):
+    """torch's current stream of the calling thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        event.event.record(torch.cuda.current_stream(self._device))
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        torch.cuda.current_stream(self._device).wait_event(event.event)
+
+    def synchronize(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
+
+
+class CudaBackend(Backend):
+    """One CUDA device."""
+
+    name = "cuda"
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__()
+        if not torch.cuda.is_available():
+            raise FerryError(
+                "backend 'cuda': torch sees no CUDA device; expected a CUDA build of torch and a driver "
+                f"(torch {torch.__version__}); use backend='cpu' without one"
+            )
+        if index >= torch.cuda.device_count():
+            raise FerryError(
+                f"backend 'cuda': rank wants device {index}, the machine has {torch.cuda.device_count()}; start fewer "
+                "processes per node"
+            )
+        self.device = torch.device("cuda", index)
+        torch.cuda.set_device(self.device)
+        torch.cuda.init()
+        self.compute = CudaCompute(self.device)
+        self._lock = threading.Lock()
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+    def alloc_host(self, nbytes: int, *, mapped: bool) -> HostSlab:
+        pages = Pages(align(nbytes, 4096))
+        if not mapped:
+            return HostSlab(nbytes, pages.tensor[:nbytes], None, pages)
+        address = pages.tensor.data_ptr()
+        code = int(torch.cuda.cudart().cudaHostRegister(address, pages.nbytes, _PORTABLE | _MAPPED))
+        if code != 0:
+            pages.close()
+            raise FerryError(
+                f"host memory: cudaHostRegister of {sizes.fmt(nbytes)} failed with CUDA error {code}; check "
+                "`ulimit -l`, the cgroup limit and free RAM"
+            )
+        with self._lock:
+            at = bisect.bisect(self._starts, address)
+            self._starts.insert(at, address)
+            self._ends.insert(at, address + pages.nbytes)
+        device = torch.as_tensor(_DeviceView(address, pages.nbytes, pages), device=self.device)
+        if device.data_ptr() != address:
+            raise FerryError("host memory: torch copied the mapped pages instead of wrapping them")
+        return HostSlab(nbytes, pages.tensor[:nbytes], device[:nbytes], pages)
+
+    def free_host(self, slab: HostSlab) -> None:
+        pages = slab.handle
+        assert isinstance(pages, Pages)
+        if slab.device is not None:
+            address = pages.tensor.data_ptr()
+            torch.cuda.synchronize(self.device)
+            code = int(torch.cuda.cudart().cudaHostUnregister(address))
+            if code != 0:
+                raise FerryError(f"host memory: cudaHostUnregister failed with CUDA error {code}")
+            with self._lock:
+                at = self._starts.index(address)
+                del self._starts[at], self._ends[at]
+        slab.host = torch.empty(0, dtype=torch.uint8)
+        slab.device = None
+        pages.close()
+
+    def check_registered(self, t: torch.Tensor) -> None:
+        """Raise if a host tensor is not in registered memory: the copy would be slow and would block.
+
+        Raises:
+            FerryError: says where the memory should have come from.
+        """
+        if t.device.type != "cpu":
+            return
+        first = t.data_ptr()
+        at = bisect.bisect(self._starts, first) - 1
+        if at < 0 or first + t.numel() * t.element_size() > self._ends[at]:
+            raise FerryError(
+                f"copy: host tensor of {sizes.fmt(t.numel() * t.element_size())} is not in registered memory; expected "
+                "memory from alloc_host(mapped=True)"
+            )
+
+    def alloc_device(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(align(nbytes), dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as e:
+            stats = self.memory_stats()
+            raise DeviceOutOfMemory(
+                f"device memory: asked for {sizes.fmt(nbytes)} with {sizes.fmt(stats.allocated)} in use and "
+                f"{sizes.fmt(stats.free)} free of {sizes.fmt(stats.limit)}; set a smaller device_memory"
+            ) from e
+
+    def memory_stats(self) -> MemoryStats:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return MemoryStats(
+            torch.cuda.memory_allocated(self.device),
+            torch.cuda.max_memory_allocated(self.device),
+            total,
+            free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device),
+        )
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    # -- queues ----------------------------------------------------------------------------------------------------
+    def _new_stream(self, name: str) -> Stream:
+        return CudaStream(self, name)
+
+    def event(self, *, timing: bool = False) -> Event:
+        return CudaEvent(timing)
+
+    def bind_thread(self) -> None:
+        torch.cuda.set_device(self.device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def capabilities(self) -> Capabilities:
+        peers = sum(
+            torch.cuda.can_device_access_peer(self.device.index, other)
+            for other in range(torch.cuda.device_count())
+            if other != self.device.index
+        )
+        return Capabilities(
+            dha_kinds=frozenset({"*"}),
+            direct_kinds=frozenset(),
+            peers=peers,
+            swap_storage=hasattr(torch.UntypedStorage, "_swap_data_ptr_"),
+            notes=(f"{torch.cuda.get_device_name(self.device)}, CUDA {torch.version.cuda}",),
+        )

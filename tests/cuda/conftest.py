@@ -1,0 +1,23 @@
+"""Tests that need a CUDA device; without one they are skipped, and the last GPU run is in docs/benchmarks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from memferry_ascend import runtime
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@pytest.fixture(autouse=True)
+def cuda(fresh_runtime: None) -> Iterator[runtime.Runtime]:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield runtime.init(backend="cuda")
+    torch.use_deterministic_algorithms(before)
