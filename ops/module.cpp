@@ -1,0 +1,70 @@
+// memferry_ascend._ops. Addresses come in as integers: Python has checked the tensors behind them and keeps them alive.
+#include <pybind11/pybind11.h>
+
+#include <string>
+#include <vector>
+
+#include "hostmath.h"
+#include "pool.h"
+
+namespace py = pybind11;
+using namespace memferry;
+
+namespace {
+
+template <class T>
+T* at(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+void bind_hostmath(py::module_& m) {
+    using Unlocked = py::call_guard<py::gil_scoped_release>;
+    m.attr("ADAM_SEGMENT_BYTES") = sizeof(AdamSegment);
+    m.def("adam", [](uintptr_t segments, size_t count) { adam(at<const AdamSegment>(segments), count); }, Unlocked());
+    m.def(
+        "split_master",
+        [](uintptr_t master, uintptr_t hi, uintptr_t lo, int64_t n) {
+            split_master(at<const float>(master), at<uint16_t>(hi), at<int16_t>(lo), n);
+        },
+        Unlocked());
+    m.def(
+        "join_master",
+        [](uintptr_t hi, uintptr_t lo, uintptr_t out, int64_t n) {
+            join_master(at<const uint16_t>(hi), at<const int16_t>(lo), at<float>(out), n);
+        },
+        Unlocked());
+    m.def(
+        "accumulate",
+        [](uintptr_t acc, uintptr_t grad, bool grad_bf16, int64_t n, bool first, double scale) {
+            accumulate(at<float>(acc), at<const void>(grad), grad_bf16, n, first, static_cast<float>(scale));
+        },
+        Unlocked());
+    m.def(
+        "sum_squares",
+        [](uintptr_t grad, bool grad_bf16, int64_t n) { return sum_squares(at<const void>(grad), grad_bf16, n); },
+        Unlocked());
+    m.def(
+        "copy_bytes",
+        [](uintptr_t dst, uintptr_t src, int64_t n) { copy_bytes(at<void>(dst), at<const void>(src), n); }, Unlocked());
+    m.def("simd_level", [] { return std::string(simd_level()); });
+    m.def("simd_levels", [] {
+        py::list names;
+        for (const char* const* name = simd_levels(); *name; ++name) names.append(std::string(*name));
+        return names;
+    });
+    m.def("set_simd_level", [](const std::string& name) {
+        if (!set_simd_level(name.c_str()))
+            throw py::value_error("this processor and build have no SIMD level \"" + name + "\": see simd_levels()");
+    });
+    m.def("set_threads", [](int threads) { Pool::instance().set_threads(threads); }, Unlocked());
+    m.def("threads", [] { return Pool::instance().threads(); });
+    m.def("shutdown", [] { Pool::instance().shutdown(); }, Unlocked());
+    Pool::instance();  // created once, here, before any thread can ask for it
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_ops, m) {
+    m.doc() = "Host arithmetic of memferry_ascend, without a torch, CUDA or CANN header.";
+    bind_hostmath(m);
+}
