@@ -3,6 +3,8 @@
 #include <cfenv>
 #include <csignal>
 #include <pthread.h>
+#include <string>
+#include <system_error>
 
 namespace memferry {
 namespace {
@@ -95,9 +97,12 @@ void Pool::start_workers(int64_t wanted) {
             // generation_ changes only under call_, which this thread holds
             workers_.emplace_back([this, index, seen = generation_] { work(index, seen); });
         }
-    } catch (...) {
+    } catch (const std::system_error& error) {
         pthread_sigmask(SIG_SETMASK, &saved, nullptr);
-        throw;
+        throw std::system_error(error.code(), "expected to start " + std::to_string(wanted) +
+                                                  " threads for host arithmetic, the system started " +
+                                                  std::to_string(workers_.size()) +
+                                                  ": lower the number of threads, or raise the process's limits");
     }
     pthread_sigmask(SIG_SETMASK, &saved, nullptr);
 }
