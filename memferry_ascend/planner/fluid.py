@@ -134,13 +134,16 @@ class Record:
 
 @dataclass(frozen=True)
 class Steady:
-    """The steady state: seconds per iteration, the window [start, end) that shows it, and how it was
-    found.
+    """The steady state: seconds per iteration, and the window [start, end) of `cycle` iterations that shows
+    it.
+
+    iterations: how many ran. converged: False when the schedule kept alternating and `period` is an average.
     """
 
     period: float
     start: float
     end: float
+    cycle: int
     iterations: int
     converged: bool
 
@@ -205,14 +208,13 @@ class _Run:
             if here[later] == 0:
                 self._release(iteration, later, cause)
         following = iteration + 1
-        if following < self.most:
-            if len(self.waits) == following:
-                self._open(self.waits_always)
-            there = self.waits[following]
-            for later in self.template.next_iteration[task]:
-                there[later] -= 1
-                if there[later] == 0:
-                    self._release(following, later, cause)
+        if len(self.waits) == following:
+            self._open(self.waits_always)
+        there = self.waits[following]
+        for later in self.template.next_iteration[task]:
+            there[later] -= 1
+            if there[later] == 0:
+                self._release(following, later, cause)
         if task == self.template.marker:
             self.ends.append(self.now)
 
@@ -271,8 +273,7 @@ class _Run:
     def _renewed(self) -> bool:
         """The iteration just ended left nothing behind and nothing of the next has begun."""
         last = len(self.ends) - 1
-        complete = self.finished[last] == len(self.template.server)
-        return complete and (last + 1 == len(self.started) or self.started[last + 1] == 0)
+        return self.finished[last] == len(self.template.server) and self.started[last + 1] == 0
 
     def _settled(self) -> bool:
         if len(self.ends) < 4:
@@ -287,8 +288,9 @@ class _Run:
                 if who is not None:  # cut off at the end of the window
                     self.record.spans[who] = (self.began[s], self.now, self.released[who][1])
         if self._renewed():
-            return Steady(ends[-1] / seen, 0.0, self.now, seen, True)
+            return Steady(ends[-1] / seen, 0.0, self.now, seen, seen, True)
         if self._settled():
-            return Steady(ends[-1] - ends[-2], ends[-2], self.now, seen, True)
-        half = seen // 2
-        return Steady((ends[-1] - ends[half - 1]) / (seen - half), ends[-2], self.now, seen, False)
+            return Steady(ends[-1] - ends[-2], ends[-2], self.now, 1, seen, True)
+        cycle = seen - seen // 2
+        start = ends[-1 - cycle]
+        return Steady((ends[-1] - start) / cycle, start, self.now, cycle, seen, False)

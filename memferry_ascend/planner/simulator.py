@@ -25,11 +25,11 @@ Interval = tuple[float, float, str]
 
 @dataclass(frozen=True)
 class Timeline:
-    """One period of the steady state, from 0 to `period` seconds.
+    """The steady state, from 0 to `cycle * period` seconds; `cycle` is 1 unless iterations differ.
 
     period: seconds per iteration. update: when updates start, "step" or "backward".
     intervals: resource ("compute", "h2d", "d2h", "host") -> busy intervals (start, end, label) in seconds, in
-    order, each label "what layer-name". busy: resource -> busy seconds in the period.
+    order, each label "what layer-name". busy: resource -> busy seconds per iteration.
     critical: the resource that spends most time on the critical path; critical_path: resource -> its seconds
     there, which sum to the period: speeding up a resource that is not on it gains nothing.
     device_bytes: (seconds, bytes) wherever the bytes on the device change.
@@ -44,6 +44,7 @@ class Timeline:
     critical: str
     critical_path: dict[str, float]
     device_bytes: tuple[tuple[float, int], ...]
+    cycle: int
     iterations: int
     converged: bool
 
@@ -78,7 +79,7 @@ def simulate(profile: Profile, plan: Plan, update: str = "step", *, slots: int =
     record = Record()
     steady = run(built.template, built.capacity, record)
     intervals = _intervals(profile, built, record, steady)
-    busy = {name: sum(end - start for start, end, _ in spans) for name, spans in intervals.items()}
+    busy = {n: sum(end - start for start, end, _ in spans) / steady.cycle for n, spans in intervals.items()}
     path = _critical_path(built, record, steady)
     return Timeline(
         period=steady.period,
@@ -88,6 +89,7 @@ def simulate(profile: Profile, plan: Plan, update: str = "step", *, slots: int =
         critical=max(RESOURCES, key=lambda name: path[name]),
         critical_path=path,
         device_bytes=_bytes_over_time(profile, chosen, built, record, steady, slots),
+        cycle=steady.cycle,
         iterations=steady.iterations,
         converged=steady.converged,
     )
@@ -139,7 +141,7 @@ def _critical_path(built: Iteration, record: Record, steady: Steady) -> dict[str
             0.0, min(end, steady.end) - max(start, steady.start)
         )
         here = cause if start > steady.start else None
-    return path
+    return {name: seconds / steady.cycle for name, seconds in path.items()}
 
 
 def _bytes_over_time(

@@ -28,7 +28,9 @@ def profile_of(*layers: LayerProfile, link: LinkProfile = LINK, base_bytes: int 
 def random_profile(seed: int, most: int = 5, *, count: int | None = None, contention: bool = True) -> Profile:
     """A random model of one to `most` layers: tied, frozen, recomputed, empty and equal layers, with and
     without
-    latency, gaps, DHA and direct gradients. Without `contention` no bandwidth is ever shared."""
+    latency, gaps, DHA and direct gradients. Without `contention` no bandwidth is ever shared (so no gradient
+    is written directly either).
+    """
     rng = random.Random(seed)
     count = count or rng.randint(1, most)
     h2d = rng.choice([6e9, 12e9, 50e9])
@@ -54,7 +56,7 @@ def random_profile(seed: int, most: int = 5, *, count: int | None = None, conten
         usable = rng.random() < 0.7
         t_fp_dha = t_fp + rng.choice([0.0, 0.1, 1.0, 4.0]) * t_trans * rng.random() if usable else math.inf
         t_bp_dha = t_bp + rng.choice([0.0, 0.5, 3.0]) * t_trans if usable and rng.random() < 0.9 else math.inf
-        t_direct = t_bp + rng.uniform(-0.1, 1.0) * t_trans if rng.random() < 0.7 else math.inf
+        t_direct = t_bp + rng.uniform(-0.1, 1.0) * t_trans if contention and rng.random() < 0.7 else math.inf
         dha_bytes = 0 if not usable or not contention else int(min(nbytes, h2d * t_fp_dha) * rng.random())
         layers.append(
             LayerProfile(
