@@ -7,6 +7,7 @@ from memferry_ascend.planner.memory import DeviceBytes, device_bytes, host_bytes
 from memferry_ascend.planner.plan import Grad, LayerPlan, Mode, Plan, Update
 from memferry_ascend.planner.profile import LayerProfile, LinkProfile, Profile
 from memferry_ascend.planner.rules import plan_rules
+from memferry_ascend.planner.search import search
 from memferry_ascend.planner.simulator import Timeline, simulate
 
 __all__ = [
@@ -26,5 +27,6 @@ __all__ = [
     "plan_forward",
     "plan_gradients",
     "plan_rules",
+    "search",
     "simulate",
 ]
