@@ -1,0 +1,205 @@
+"""The period without contention, by recurrence: exact where nothing is shared, a lower bound where something
+is.
+
+With update="step" every server takes its tasks in an order fixed by the plan, so the iteration is a marked
+graph: each start is the maximum of a few ends. Walking it once takes about a thirtieth of the simulator's
+time. Contention only lengthens tasks, and in a marked graph that never shortens the period; hence the bound.
+Frozen layers that stream may be fetched before the iteration starts; such a copy counts as done, which keeps
+the bound and loses a little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memferry_ascend.planner.iteration import backward_time, download_time, forward_time
+from memferry_ascend.planner.memory import SLOTS, Decision, is_tied, staging_bytes, writes_directly
+from memferry_ascend.planner.plan import Grad, Mode, Update
+from memferry_ascend.planner.profile import Profile
+
+_GFGB, _STREAM, _DFGB, _DHA = Mode.GFGB, Mode.STREAM, Mode.DFGB, Mode.DHA
+_DEVICE, _STAGE = Update.DEVICE, Grad.STAGE
+
+
+class Estimate:
+    """Periods of many plans of one profile; seconds."""
+
+    def __init__(self, profile: Profile, slots: int = SLOTS) -> None:
+        self.profile, self.slots = profile, slots
+        count = len(profile.layers)
+        self.stores = [(i,) if o == i else (i, o) for i, o in enumerate(profile.owners)]
+        self.tied = [is_tied(profile, i) for i in range(count)]
+        self.own_time = [x.t_trans * f for x, f in zip(profile.layers, profile.own_fraction, strict=True)]
+        self.has_gradient = [
+            x.trainable and (profile.own_bytes[i] > 0 or profile.owners[i] == i)
+            for i, x in enumerate(profile.layers)
+        ]
+        self.update_time = [
+            x.t_update * f if g else 0.0
+            for x, f, g in zip(profile.layers, profile.own_fraction, self.has_gradient, strict=True)
+        ]
+        self.device_time = [
+            x.device_update_time * f if g else 0.0
+            for x, f, g in zip(profile.layers, profile.own_fraction, self.has_gradient, strict=True)
+        ]
+        first = [profile.readers[i][0] if profile.owners[i] == i else i for i in range(count)]
+        self.need_order = [
+            s for s in sorted(range(count), key=lambda s: (first[s], s)) if self.has_gradient[s]
+        ]
+        self.final_at: list[list[int]] = [
+            [] for _ in range(count)
+        ]  # layer -> stores final after its backward
+        for i in range(count):
+            self.final_at[i] = [s for s in self.stores[i] if self.has_gradient[s] and first[s] == i]
+        self.download = [download_time(profile, i) for i in range(count)]
+        self._times: list[dict[Decision, tuple[float, float]]] = [{} for _ in range(count)]
+
+    def times(self, i: int, decision: Decision) -> tuple[float, float]:
+        """Forward and backward of layer `i`, alone."""
+        found = self._times[i].get(decision)
+        if found is None:
+            layer = self.profile.layers[i]
+            found = (forward_time(layer, decision[0]), backward_time(self.profile, i, decision))
+            self._times[i][decision] = found
+        return found
+
+    def period(self, chosen: Sequence[Decision]) -> float:
+        """Seconds per iteration with update="step", nothing shared."""
+        profile, layers, owners = self.profile, self.profile.layers, self.profile.owners
+        own_bytes, own_time, stores, slots = profile.own_bytes, self.own_time, self.stores, self.slots
+        count = len(layers)
+        resident = [False] * count
+        for i, decision in enumerate(chosen):
+            if decision[0] is _GFGB:
+                resident[i] = resident[owners[i]] = True
+        updated = [0.0] * count
+        host = compute = link = 0.0
+        for s in self.need_order:
+            if chosen[s][2] is _DEVICE:
+                compute += self.device_time[s]
+            else:
+                host += self.update_time[s]
+                updated[s] = host
+        uploaded: list[float | None] = [None] * count
+        freed: list[float] = []
+        ring = 0
+        times = [self.times(i, decision) for i, decision in enumerate(chosen)]
+        for i, layer in enumerate(layers):
+            mode = chosen[i][0]
+            ready = compute
+            if mode is _GFGB or mode is _STREAM:
+                missing = 0.0
+                for s in stores[i]:
+                    if not resident[s]:
+                        missing += own_time[s]
+                        if updated[s] > link and mode is _STREAM:
+                            link = updated[s]
+                    elif own_bytes[s] and self.has_gradient[s] and chosen[s][2] is not _DEVICE:
+                        end = uploaded[s]
+                        if end is None:
+                            end = link = (link if link > updated[s] else updated[s]) + own_time[s]
+                            uploaded[s] = end
+                        if end > ready:
+                            ready = end
+                if mode is _STREAM:
+                    if ring >= slots and freed[ring - slots] > link:
+                        link = freed[ring - slots]
+                    ring += 1
+                    if link > 0.0 or ring > slots:  # else frozen: the iteration before may have fetched it
+                        link += missing
+                    if link > ready:
+                        ready = link
+            else:
+                for s in stores[i]:
+                    if updated[s] > ready:
+                        ready = updated[s]
+            compute = ready + times[i][0]
+            if mode is _STREAM:
+                freed.append(compute)
+            compute += layer.t_gap_fp
+        return self._backward(chosen, times, resident, updated, freed, compute, link)
+
+    def _backward(
+        self,
+        chosen: Sequence[Decision],
+        times: Sequence[tuple[float, float]],
+        resident: Sequence[bool],
+        updated: Sequence[float],
+        freed: list[float],
+        compute: float,
+        link: float,
+    ) -> float:
+        own_bytes, own_time, stores = self.profile.own_bytes, self.own_time, self.stores
+        layers, slots = self.profile.layers, self.slots
+        room = staging_bytes(self.profile, chosen)
+        staged: list[tuple[int, float]] = []  # bytes and end of download, those that may still be in the way
+        in_flight, oldest = 0, 0
+        ring, up = len(freed), 0.0
+        copied: set[int] = set()
+        for i in reversed(range(len(layers))):
+            mode, grad, update = chosen[i]
+            compute += layers[i].t_gap_bp
+            if mode is _STREAM or mode is _DFGB:
+                missing, wait, any_updated = 0.0, 0.0, False
+                for s in stores[i]:
+                    if not resident[s] and (mode is _STREAM or s not in copied):
+                        missing += own_time[s]
+                        any_updated = any_updated or self.has_gradient[s]
+                        wait = max(wait, updated[s])
+                        if mode is _DFGB:
+                            copied.add(s)
+                if mode is _STREAM:
+                    if ring >= slots and freed[ring - slots] > wait:
+                        wait = freed[ring - slots]
+                    ring += 1
+                if mode is _STREAM or any_updated:
+                    link = max(link, wait) + missing
+                    if link > compute:
+                        compute = link
+            stages = grad is _STAGE and layers[i].trainable and update is not _DEVICE and not self.tied[i]
+            if stages:
+                in_flight += own_bytes[i]
+                while in_flight > room:
+                    nbytes, end = staged[oldest]
+                    oldest += 1
+                    in_flight -= nbytes
+                    if end > compute:
+                        compute = end
+            compute += times[i][1]
+            if mode is _STREAM:
+                freed.append(compute)
+            for s in self.final_at[i]:
+                if chosen[s][2] is _DEVICE or self.download[s] == 0.0:
+                    continue
+                if not writes_directly(self.profile, s, chosen[s]):
+                    up = (compute if compute > up else up) + self.download[s]
+                    if s == i and stages:
+                        staged.append((own_bytes[i], up))
+        return compute if compute > up else up
+
+    def busy(self, chosen: Sequence[Decision]) -> float:
+        """The busiest resource's seconds of work per iteration: a lower bound whenever updates start."""
+        resident = [False] * len(chosen)
+        for i, decision in enumerate(chosen):
+            if decision[0] is _GFGB:
+                resident[i] = resident[self.profile.owners[i]] = True
+        compute = host = down = up = 0.0
+        copied: set[int] = set()
+        for i, decision in enumerate(chosen):
+            layer, (mode, _, update) = self.profile.layers[i], decision
+            forward, backward = self.times(i, decision)
+            compute += forward + backward + layer.t_gap_fp + layer.t_gap_bp
+            if self.has_gradient[i]:
+                if update is _DEVICE:
+                    compute += self.device_time[i]
+                else:
+                    host += self.update_time[i]
+                    down += self.own_time[i] if resident[i] and self.profile.own_bytes[i] else 0.0
+                    up += 0.0 if writes_directly(self.profile, i, decision) else self.download[i]
+            for s in self.stores[i]:
+                if mode is _STREAM and not resident[s]:
+                    down += 2 * self.own_time[s]
+                elif mode is _DFGB and not resident[s] and s not in copied and self.has_gradient[s]:
+                    copied.add(s)
+                    down += self.own_time[s]
+        return max(compute, host, down, up)

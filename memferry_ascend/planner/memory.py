@@ -1,0 +1,130 @@
+"""Bytes by plan, on the device and on the host: the one place that computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memferry_ascend.planner.plan import Grad, Mode, Plan, Update
+from memferry_ascend.planner.profile import Profile
+
+SLOTS = 2  # ring slots: one being read, one being filled
+STAGED = 2  # staging room in gradients of the largest layer: one being produced, one being copied away
+STATE_BYTES = 8  # optimizer state per parameter: AdamW's two fp32 moments
+MASTER_BYTES = 4  # an fp32 master per parameter, of which the device dtype is a part
+
+Decision = tuple[Mode, Grad, Update]
+
+
+@dataclass(frozen=True)
+class DeviceBytes:
+    """Device bytes by purpose.
+
+    base: activations, buffers, workspace. resident: parameters of GFGB and DFGB layers. ring: slots of
+    STREAM. kept: gradients that stay on the device. staged: short-lived gradients. state: what device
+    updates need beside the parameters.
+    """
+
+    base: int
+    resident: int
+    ring: int
+    kept: int
+    staged: int
+    state: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.base + self.resident + self.ring + self.kept + self.staged + self.state
+
+
+def decisions(plan: Plan) -> list[Decision]:
+    """The plan's decisions, without names."""
+    return [(x.mode, x.grad, x.update) for x in plan.layers]
+
+
+def resident_owners(profile: Profile, chosen: Sequence[Decision]) -> set[int]:
+    """Positions of the layers whose own parameters have a device copy for the whole iteration: a reader is
+    GFGB.
+
+    A tied parameter has one such copy, which its STREAM and DFGB readers then use.
+    """
+    return {owner for i, owner in enumerate(profile.owners) if chosen[i][0] is Mode.GFGB} | {
+        i for i, x in enumerate(chosen) if x[0] is Mode.GFGB
+    }
+
+
+def is_tied(profile: Profile, i: int) -> bool:
+    """True when the layer reads or owns a parameter that several layers read."""
+    return profile.owners[i] != i or len(profile.readers[i]) > 1
+
+
+def writes_directly(profile: Profile, i: int, decision: Decision) -> bool:
+    """True when the layer's backward writes its gradient to host memory: a tied parameter stages instead."""
+    return decision[1] is Grad.DIRECT and profile.layers[i].trainable and not is_tied(profile, i)
+
+
+def stages(profile: Profile, i: int, decision: Decision) -> bool:
+    """True when the layer's gradient passes through the staging room. A tied one lives too long for that."""
+    to_host = profile.layers[i].trainable and decision[2] is Update.HOST
+    return to_host and decision[1] is Grad.STAGE and not is_tied(profile, i)
+
+
+def staging_bytes(profile: Profile, chosen: Sequence[Decision]) -> int:
+    """Room for short-lived gradients: backward waits when it is full: a slow link costs time, not memory."""
+    sizes = (own for i, own in enumerate(profile.own_bytes) if stages(profile, i, chosen[i]))
+    return STAGED * max(sizes, default=0)
+
+
+def device_bytes(
+    profile: Profile,
+    plan: Plan | Sequence[Decision],
+    *,
+    slots: int = SLOTS,
+    accumulate: int = 1,
+    state_bytes: int = STATE_BYTES,
+) -> DeviceBytes:
+    """Device bytes of `plan`, by purpose.
+
+    slots: ring slots, each as large as the largest streamed layer. accumulate: backwards per step; above 1 a
+    kept gradient is fp32. state_bytes: optimizer state per parameter. A tied parameter counts once. A
+    device-updated layer keeps its gradient until the update, so it counts as kept.
+    """
+    chosen = decisions(plan) if isinstance(plan, Plan) else plan
+    resident = resident_owners(profile, chosen)
+    staged = staging_bytes(profile, chosen)
+    buffered, ring, kept, state = set(resident), 0, 0, 0
+    for i, (layer, (mode, grad, update)) in enumerate(zip(profile.layers, chosen, strict=True)):
+        owner = profile.owners[i]
+        if mode is Mode.DFGB:
+            buffered.update((i, owner))
+        elif mode is Mode.STREAM:
+            ring = max(ring, sum(profile.own_bytes[s] for s in {i, owner} if s not in resident))
+        if not layer.trainable:
+            continue
+        own = profile.own_bytes[i]
+        if update is Update.DEVICE:
+            state += own // layer.itemsize * (max(0, MASTER_BYTES - layer.itemsize) + state_bytes)
+        if grad is Grad.KEEP or update is Update.DEVICE:
+            kept += own if accumulate == 1 else own // layer.itemsize * 4
+        elif is_tied(profile, i):
+            staged += own  # from its first backward use to its last
+    return DeviceBytes(
+        base=profile.base_bytes,
+        resident=sum(profile.own_bytes[i] for i in buffered),
+        ring=slots * ring,
+        kept=kept,
+        staged=staged,
+        state=state,
+    )
+
+
+def host_bytes(profile: Profile, plan: Plan, *, state_bytes: int = STATE_BYTES) -> int:
+    """Host bytes of `plan`: parameters, and for host-updated layers gradient, master remainder and state."""
+    total = 0
+    for i, (layer, decided) in enumerate(zip(profile.layers, plan.layers, strict=True)):
+        own = profile.own_bytes[i]
+        total += own
+        if layer.trainable and decided.update is Update.HOST:
+            total += own + own // layer.itemsize * (max(0, MASTER_BYTES - layer.itemsize) + state_bytes)
+    return total

@@ -1,0 +1,245 @@
+"""The search: from the paper's plan and a few plain ones to a plan the simulator says is faster, within the
+budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
+
+from memferry_ascend.planner.backward import plan_backward
+from memferry_ascend.planner.estimate import Estimate
+from memferry_ascend.planner.forward import plan_forward
+from memferry_ascend.planner.iteration import UPDATES, check_decisions
+from memferry_ascend.planner.memory import SLOTS, STATE_BYTES, Decision, decisions, device_bytes, host_bytes
+from memferry_ascend.planner.moves import Choices, blocks, neighbours, overlay, pairs, subsets
+from memferry_ascend.planner.plan import Grad, LayerPlan, Mode, Plan, Update
+from memferry_ascend.planner.profile import Profile
+from memferry_ascend.planner.reasons import reasons
+from memferry_ascend.planner.simulator import period
+
+# Work allowed, in layers times evaluations: a plan depends on the profile, not on the machine's speed.
+ESTIMATE_WORK = 320_000
+SIMULATE_WORK = {"step": 14_000, "backward": 7_000}
+SMALL = 8  # up to so many layers, any two may change together, and any subset alike
+
+
+def search(
+    profile: Profile,
+    device_memory: int | None = None,
+    *,
+    update: str = "step",
+    slots: int = SLOTS,
+    accumulate: int = 1,
+    state_bytes: int = STATE_BYTES,
+) -> Plan:
+    """The fastest plan found that needs at most `device_memory` bytes on the device.
+
+    device_memory: bytes; None = no limit is known: parameters may stay on the device, as in the paper, but
+    optimizer state stays on the host. update: "step" or "backward", as for simulate. slots, accumulate,
+    state_bytes: as for device_bytes.
+
+    Starts from the paper's plan, all GFGB, all STREAM, the smallest plan, and what fits of each laid over
+    the smallest; climbs by changing blocks of layers as long as the estimate without contention improves,
+    then by changes the simulator confirms. With update="step" a change whose estimate is no better than the
+    best plan is not simulated: it cannot win. Never worse than the paper's plan when that fits.
+    Deterministic; the amount of work is bounded.
+
+    Returns a plan with `why`, `device_bytes`, `host_bytes` and `predicted_period`. Raises ValueError when
+    `device_memory` is too small, naming the smallest budget that works, or when an argument makes no sense.
+    """
+    if update not in UPDATES:
+        raise ValueError(f"update must be one of {', '.join(map(repr, UPDATES))}, found {update!r}")
+    if slots < 1 or accumulate < 1:
+        raise ValueError(f"slots and accumulate must be at least 1, found {slots} and {accumulate}")
+    paper = plan_backward(profile, plan_forward(profile))
+    found = _Search(profile, device_memory, update, slots, accumulate, state_bytes).go(decisions(paper))
+    return found.plan(paper)
+
+
+class _Search:
+    def __init__(
+        self, profile: Profile, budget: int | None, update: str, slots: int, accumulate: int, state_bytes: int
+    ) -> None:
+        self.profile, self.budget, self.update, self.slots = profile, budget, update, slots
+        self.accumulate, self.state_bytes = accumulate, state_bytes
+        self.estimate = Estimate(profile, slots)
+        self.choices = Choices(profile, device_updates=budget is not None)
+        count = len(profile.layers)
+        self.estimates_left = max(ESTIMATE_WORK // count, 200)
+        self.simulations_left = max(SIMULATE_WORK[update] // count, 20)
+        self.simulated: dict[tuple[Decision, ...], float] = {}
+        self.best: list[Decision] = []
+        self.best_period, self.best_bytes = float("inf"), 0
+
+    def bytes(self, chosen: Sequence[Decision]) -> int:
+        return device_bytes(
+            self.profile, chosen, slots=self.slots, accumulate=self.accumulate, state_bytes=self.state_bytes
+        ).total
+
+    def fits(self, chosen: Sequence[Decision]) -> bool:
+        return self.budget is None or self.bytes(chosen) <= self.budget
+
+    def bound(self, chosen: Sequence[Decision]) -> float:
+        """A lower bound of the period."""
+        return self.estimate.period(chosen) if self.update == "step" else self.estimate.busy(chosen)
+
+    def simulate(self, chosen: Sequence[Decision]) -> float:
+        key = tuple(chosen)
+        if key not in self.simulated:
+            self.simulated[key] = period(self.profile, chosen, self.update, self.slots)
+            self.simulations_left -= 1
+        return self.simulated[key]
+
+    def offer(self, chosen: Sequence[Decision]) -> bool:
+        """Make `chosen`, which fits, the best plan if it is faster, or as fast with fewer bytes."""
+        seconds = self.simulate(chosen)
+        if seconds > self.best_period:
+            return False
+        nbytes = self.bytes(chosen)
+        if seconds < self.best_period or nbytes < self.best_bytes:
+            self.best, self.best_period, self.best_bytes = list(chosen), seconds, nbytes
+            return True
+        return False
+
+    def go(self, paper: Sequence[Decision]) -> _Search:
+        smallest = self.smallest()
+        if not self.fits(smallest):
+            raise ValueError(
+                f"no plan fits device_memory = {self.budget} bytes: the smallest needs "
+                f"{self.bytes(smallest)} bytes, {self.profile.base_bytes} of them for activations, buffers "
+                "and workspace. Allow that much, or make the batch smaller"
+            )
+        starts = self.starts(paper, smallest)
+        ranked = sorted(range(len(starts)), key=lambda i: (self.estimate.period(starts[i]), i))
+        if self.fits(paper):
+            self.offer(paper)
+        for i in ranked[:3]:
+            self.offer(starts[i])
+        small = len(self.profile.layers) <= SMALL
+        shapes = subsets(len(self.profile.layers)) if small else blocks(self.profile)
+        if not small:
+            for i in ranked[:2]:
+                self.offer(self.climb(starts[i], shapes, self.estimates_left // 2))
+        while self.simulations_left > 0:
+            before = self.best
+            moves = neighbours(self.choices, before, shapes)
+            if not self.confirm(chain(pairs(self.choices, before), moves) if small else moves):
+                break
+        return self
+
+    def smallest(self) -> list[Decision]:
+        """The plan with the fewest device bytes: what is larger than a ring slot, or than half the staging
+        room, goes
+        another way; both limits are tried at every layer size."""
+        profile, count = self.profile, len(self.profile.layers)
+        sizes = sorted({0, *(x.bytes for x in profile.layers), *profile.own_bytes})
+
+        def by_mode(limit: int) -> list[Mode]:
+            found = []
+            for i, layer in enumerate(profile.layers):
+                modes = {x[0] for x in self.choices.options[i]}
+                streams = layer.bytes <= limit or (Mode.DHA not in modes and profile.own_bytes[i] <= limit)
+                found.append(Mode.DHA if Mode.DHA in modes else Mode.STREAM if streams else Mode.GFGB)
+            return found
+
+        def by_grad(limit: int, i: int) -> Grad:
+            grads = {x[1] for x in self.choices.options[i] if x[2] is Update.HOST}
+            if Grad.DIRECT in grads:
+                return Grad.DIRECT
+            return Grad.STAGE if profile.own_bytes[i] <= limit or Grad.KEEP not in grads else Grad.KEEP
+
+        grad_limit = min(
+            sizes,
+            key=lambda limit: self.bytes([(Mode.GFGB, by_grad(limit, i), Update.HOST) for i in range(count)]),
+        )
+        grads = [by_grad(grad_limit, i) for i in range(count)]
+        plans = [list(zip(by_mode(limit), grads, [Update.HOST] * count, strict=True)) for limit in sizes]
+        best = min(plans, key=self.bytes)
+        for (
+            readers
+        ) in profile.readers:  # one copy for all readers may be less than ring slots for some of them
+            if len(readers) > 1:
+                best = min((best, self.choices.apply(best, readers, Mode.GFGB)), key=self.bytes)
+        return best
+
+    def starts(self, paper: Sequence[Decision], smallest: list[Decision]) -> list[list[Decision]]:
+        """Plans that fit to begin with: plain ones, and as much of them as fits laid over the smallest."""
+        count = len(self.profile.layers)
+
+        def all_of(change: Mode | Update) -> list[Decision]:
+            base: list[Decision] = [(Mode.GFGB, Grad.STAGE, Update.HOST)] * count
+            return self.choices.apply(base, tuple(range(count)), change)
+
+        by_dha = all_of(Mode.GFGB)
+        for i, layer in enumerate(self.profile.layers):
+            if layer.t_fp_dha + layer.t_bp_dha <= layer.t_fp + layer.t_bp + layer.t_trans:
+                by_dha[i] = self.choices.changed(i, by_dha[i], Mode.DHA)
+        plain = [list(paper), all_of(Mode.GFGB), by_dha, all_of(Mode.STREAM)]
+        if self.budget is None:
+            return [*plain, smallest]
+        forward = list(range(count))
+        gain = sorted(
+            forward, key=lambda i: -self.profile.layers[i].t_trans / max(1, self.profile.own_bytes[i])
+        )
+        orders = (forward, forward[::-1], gain)
+        found = [smallest, *(x for x in plain if self.fits(x))]
+        staged = [(mode, Grad.STAGE, update) for mode, _, update in smallest]
+        bases = [smallest, overlay(self.choices, smallest, staged, forward[::-1], self.fits)]
+        if self.fits(plain[-1]):
+            bases.append(plain[-1])
+        device = all_of(Update.DEVICE)
+        for base in bases:
+            layered = [overlay(self.choices, base, x, order, self.fits) for x in plain for order in orders]
+            found += layered
+            found += [overlay(self.choices, x, device, order, self.fits) for x in (base, *layered[:9:3])
+                      for order in orders]  # fmt: skip
+        unique = {tuple(x): x for x in found}
+        return list(unique.values())
+
+    def climb(
+        self, start: Sequence[Decision], shapes: Sequence[tuple[int, ...]], work: int
+    ) -> list[Decision]:
+        """Change blocks as long as the estimate falls; the first change that helps is taken."""
+        here, value = list(start), self.estimate.period(start)
+        improved = True
+        while improved and work > 0:
+            improved = False
+            for block in shapes:
+                for new in neighbours(self.choices, here, [block]):
+                    work -= 1
+                    seconds = self.estimate.period(new)
+                    if seconds < value * (1 - 1e-9) and self.fits(new):
+                        here, value, improved = new, seconds, True
+                if work <= 0:
+                    break
+        return here
+
+    def confirm(self, moves: Iterable[list[Decision]]) -> bool:
+        """Simulate the most promising moves that fit until one beats the best plan. False when none does."""
+        ranked = []
+        for position, new in enumerate(moves):
+            if position >= self.estimates_left:
+                break
+            seconds = self.bound(new)
+            if seconds <= self.best_period and tuple(new) not in self.simulated:
+                ranked.append((seconds, position, new))
+        ranked.sort(key=lambda item: item[:2])
+        for seconds, _, new in ranked:
+            if self.simulations_left <= 0 or seconds > self.best_period:
+                return False
+            if self.fits(new) and self.offer(new):
+                return True
+        return False
+
+    def plan(self, paper: Plan) -> Plan:
+        """The best plan, with reasons and figures."""
+        check_decisions(self.profile, self.best)
+        why = reasons(self.profile, self.best, self.choices, self.estimate, self.fits)
+        layers = tuple(
+            LayerPlan(x.name, *decision, why=text, kind=x.kind, bytes=x.bytes)
+            for x, decision, text in zip(self.profile.layers, self.best, why, strict=True)
+        )
+        found = replace(paper, layers=layers, device_bytes=self.best_bytes, predicted_period=self.best_period)
+        return replace(found, host_bytes=host_bytes(self.profile, found, state_bytes=self.state_bytes))
