@@ -2,8 +2,10 @@
 
 from .dispatch import Path, finish_time, split, threshold
 from .fabric import Fabric, Link
+from .fabric_sim import Flow, SimResult, simulate
 from .load import FabricError, load, shipped
 from .measured import Figures, Measured, MeasuredPath, Shared
+from .node_plan import NodePlan, plan_node
 from .paths import FabricPath, PathSet
 from .strategies import DynamicDispatch, StaticDispatch, Transfer, TransferFailed
 
@@ -13,18 +15,23 @@ __all__ = [
     "FabricError",
     "FabricPath",
     "Figures",
+    "Flow",
     "Link",
     "Measured",
     "MeasuredPath",
+    "NodePlan",
     "Path",
     "PathSet",
     "Shared",
+    "SimResult",
     "StaticDispatch",
     "Transfer",
     "TransferFailed",
     "finish_time",
     "load",
+    "plan_node",
     "shipped",
+    "simulate",
     "split",
     "threshold",
 ]

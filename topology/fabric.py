@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,13 +41,6 @@ class Link:
     both: float | None = None
     flow: float | None = None
 
-    def resource(self, forward: bool) -> str:
-        return f"{self.a}>{self.b}" if forward else f"{self.b}>{self.a}"
-
-    @property
-    def shared_resource(self) -> str:
-        return f"{self.a}<>{self.b}"
-
 
 @dataclass(frozen=True)
 class Hop:
@@ -55,10 +49,12 @@ class Hop:
     link: Link
     forward: bool
 
-    def resources(self) -> Iterable[str]:
-        yield f"{self.link.kind} {self.link.resource(self.forward)}"
-        if self.link.both is not None:
-            yield f"{self.link.kind} {self.link.shared_resource}"
+    @cached_property
+    def resources(self) -> tuple[str, ...]:
+        """This direction of the link and, where the directions share, the link as a whole."""
+        link = self.link
+        own = f"{link.a}>{link.b}" if self.forward else f"{link.b}>{link.a}"
+        return (f"{link.kind} {own}", *([f"{link.kind} {link.a}<>{link.b}"] if link.both is not None else []))
 
 
 @dataclass(frozen=True)
@@ -94,7 +90,7 @@ class Fabric:
         for link in self.links:
             for forward in (True, False):
                 hop = Hop(link, forward)
-                own, *shared = hop.resources()
+                own, *shared = hop.resources
                 result[own] = link.bandwidth
                 for name in shared:
                     assert link.both is not None
@@ -118,23 +114,21 @@ class Fabric:
         for name in (source, target):
             if name not in self.nodes:
                 raise KeyError(f"{self.name} has no node {name!r}; devices are {_some(self.devices)}")
-        # Latencies in whole picoseconds: sums in another order must not change the choice.
-        queue: list[tuple[int, int, int, str, tuple[Hop, ...]]] = [(0, 0, 0, source, ())]
-        seen: set[str] = set()
-        pushed = 0
-        while queue:
-            latency, length, _, node, way = heapq.heappop(queue)
-            if node == target:
-                return way
-            if node in seen or (node != source and self.nodes[node] == "device"):
-                continue
-            seen.add(node)
-            for neighbour, hop in self._hops[node]:
-                if neighbour not in seen:
-                    pushed += 1
-                    picoseconds = latency + round(hop.link.latency * 1e12)
-                    heapq.heappush(queue, (picoseconds, length + 1, pushed, neighbour, (*way, hop)))
-        raise ValueError(f"{self.name}: no links lead from {source} to {target}")
+        with self._lock:
+            if source not in self._searches:
+                self._searches[source] = _Search(source, self.nodes, self._hops)
+            way = self._searches[source].to(target)
+        if way is None:
+            raise ValueError(f"{self.name}: no links lead from {source} to {target}")
+        return way
+
+    @cached_property
+    def _searches(self) -> dict[str, _Search]:
+        return {}
+
+    @cached_property
+    def _lock(self) -> threading.Lock:
+        return threading.Lock()
 
     def home(self, device: str) -> str:
         """The host for `device`: as the file says, otherwise the nearest by latency, the first of equals."""
@@ -169,7 +163,7 @@ class Fabric:
         hops = [hop for leg in legs for hop in leg]
         uses: dict[str, float] = {}
         for hop in hops:
-            for name in hop.resources():
+            for name in hop.resources:
                 uses[name] = uses.get(name, 0.0) + 1.0
         flow = min(hop.link.flow or hop.link.bandwidth for hop in hops)
         # A byte that crosses one resource twice (in and out of a shared link) halves what the resource gives.
@@ -198,6 +192,36 @@ class Fabric:
         found += [self.path(device, host=host, via=peer, direction=direction) for peer in peers]
         used = {name for path in found for name in path.uses}
         return PathSet(tuple(found), {name: self.capacity[name] for name in sorted(used)})
+
+
+class _Search:
+    """Dijkstra from one node, carried on only as far as someone asks: most questions are about the same node."""
+
+    def __init__(
+        self, source: str, nodes: Mapping[str, NodeKind], hops: Mapping[str, list[tuple[str, Hop]]]
+    ) -> None:
+        self._source, self._nodes, self._hops = source, nodes, hops
+        # Latencies in whole picoseconds: sums in another order must not change the choice. The third entry
+        # keeps the order of the file among equals.
+        self._queue: list[tuple[int, int, int, str, tuple[Hop, ...]]] = [(0, 0, 0, source, ())]
+        self._found: dict[str, tuple[Hop, ...]] = {}
+        self._pushed = 0
+
+    def to(self, target: str) -> tuple[Hop, ...] | None:
+        while target not in self._found and self._queue:
+            latency, length, _, node, way = heapq.heappop(self._queue)
+            if node in self._found:
+                continue
+            self._found[node] = way
+            if node != self._source and self._nodes[node] == "device":
+                continue
+            for neighbour, hop in self._hops[node]:
+                if neighbour not in self._found:
+                    self._pushed += 1
+                    picoseconds = latency + round(hop.link.latency * 1e12)
+                    entry = (picoseconds, length + 1, self._pushed, neighbour, (*way, hop))
+                    heapq.heappush(self._queue, entry)
+        return self._found.get(target)
 
 
 def _some(names: Iterable[str], limit: int = 8) -> str:

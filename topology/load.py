@@ -137,7 +137,7 @@ class _Builder:
             if link.kind == "pcie" and not pcie.join(link.a, link.b):
                 raise self.reader.error(
                     self.marks[link.name],
-                    f"PCIe links form a cycle that {link.a} to {link.b} closes; PCIe is a tree below each host",
+                    f"PCIe links form a cycle that {link.a} to {link.b} closes; expected a tree",
                 )
             parts.join(link.a, link.b)
         reached = {parts.find(name) for name, kind in self.nodes.items() if kind == "host"}
