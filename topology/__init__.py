@@ -3,6 +3,7 @@
 from .dispatch import Path, finish_time, split, threshold
 from .fabric import Fabric, Link
 from .fabric_sim import Flow, SimResult, simulate
+from .fit import Bottleneck, Fit, fit, shared_bottlenecks
 from .load import FabricError, load, shipped
 from .measured import Figures, Measured, MeasuredPath, Shared
 from .node_plan import NodePlan, plan_node
@@ -10,11 +11,13 @@ from .paths import FabricPath, PathSet
 from .strategies import DynamicDispatch, StaticDispatch, Transfer, TransferFailed
 
 __all__ = [
+    "Bottleneck",
     "DynamicDispatch",
     "Fabric",
     "FabricError",
     "FabricPath",
     "Figures",
+    "Fit",
     "Flow",
     "Link",
     "Measured",
@@ -28,8 +31,10 @@ __all__ = [
     "Transfer",
     "TransferFailed",
     "finish_time",
+    "fit",
     "load",
     "plan_node",
+    "shared_bottlenecks",
     "shipped",
     "simulate",
     "split",
