@@ -1,6 +1,7 @@
 """Fabric model, probe and dispatcher. Installed as `memferry_ascend.topology`."""
 
 from .dispatch import Path, finish_time, split, threshold
+from .emulate import EmulatedLinks, LinkClock, LinksClosed
 from .fabric import Fabric, Link
 from .fabric_sim import Flow, SimResult, simulate
 from .fit import Bottleneck, Fit, fit, shared_bottlenecks
@@ -13,6 +14,7 @@ from .strategies import DynamicDispatch, StaticDispatch, Transfer, TransferFaile
 __all__ = [
     "Bottleneck",
     "DynamicDispatch",
+    "EmulatedLinks",
     "Fabric",
     "FabricError",
     "FabricPath",
@@ -20,6 +22,8 @@ __all__ = [
     "Fit",
     "Flow",
     "Link",
+    "LinkClock",
+    "LinksClosed",
     "Measured",
     "MeasuredPath",
     "NodePlan",

@@ -98,6 +98,15 @@ class Fabric:
         return result
 
     @cached_property
+    def latency(self) -> dict[str, float]:
+        """Seconds that crossing each resource of `capacity` takes; a link counts once, in its direction."""
+        result = dict.fromkeys(self.capacity, 0.0)
+        for link in self.links:
+            for forward in (True, False):
+                result[Hop(link, forward).resources[0]] = link.latency
+        return result
+
+    @cached_property
     def _hops(self) -> dict[str, list[tuple[str, Hop]]]:
         hops: dict[str, list[tuple[str, Hop]]] = {name: [] for name in self.nodes}
         for link in self.links:
