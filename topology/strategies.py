@@ -185,10 +185,14 @@ class StaticDispatch:
 class DynamicDispatch:
     """Chunks of up to `chunk` bytes (a multiple of 512) from one pool, to whichever path is free.
 
-    Towards the end a path takes no more than its part of what is left, down to `min_chunk` bytes (an eighth
-    of `chunk` when 0), and leaves the rest alone when the others will have finished it sooner. That judgement
-    uses the rates observed so far (`clock` gives seconds), the paths' own figures before the first chunk has
-    arrived. A small transfer therefore stays on the path with the lower latency, as with `split`.
+    Before each chunk, what is left is split anew by the rates observed so far (`clock` gives seconds; the
+    paths' own figures count until their first chunk has arrived) and by what each path holds. A path takes
+    its share, up to `chunk`; one without a share leaves the rest to the others. So all paths end together,
+    and a small transfer stays on the path with the lower latency, as with `split`. `min_chunk` (bytes, an
+    eighth of `chunk` when 0) is the smallest share worth a chunk.
+
+    A chunk should take longer than a path's startup, and each path should hold two at a time (two callers per
+    path): then the startup of the next chunk hides behind the one that moves.
     """
 
     chunk: int
@@ -255,13 +259,14 @@ class _DynamicTransfer(Transfer):
         if not self._pool:
             return None
         left = sum(n for _, n in self._pool)
-        part = left * self._rate[path.name] / sum(self._rate[name] for name in self._live)
-        want = min(self._chunk, max(self._smallest, int(part) // ALIGNMENT * ALIGNMENT))
-        if self._others_are_faster(path, left, min(want, left)):
-            if path.name not in self._declined:
-                self._declined.add(path.name)
-                self._changed.notify_all()  # a path that left the rest to this one has to think again
-            return None
+        want = min(self._share(path, left), self._chunk)
+        if not want:
+            if self._someone_else_will_come(path):
+                if path.name not in self._declined:
+                    self._declined.add(path.name)
+                    self._changed.notify_all()  # a path that left the rest to this one has to think again
+                return None
+            want = self._chunk
         self._declined.discard(path.name)
         offset, n = self._pool.popleft()
         if n > want:
@@ -271,22 +276,20 @@ class _DynamicTransfer(Transfer):
             self._since[path.name] = self._clock()
         return offset, n
 
-    def _others_are_faster(self, path: Path, left: int, want: int) -> bool:
-        """Whether the other paths will have moved all that is left before `path` could move `want` bytes of
-        it.
-        """
-        others = [p for name, p in self._live.items() if name != path.name]
-        # Someone has to be at work, or about to ask: all paths declining at once would never end.
-        working = [p for p in others if self._under_way[p.name] or p.name not in self._declined]
-        if not working:
-            return False
-        held = {p.name: sum(n for _, n in self._under_way[p.name]) for p in (path, *working)}
-        mine = path.latency + (held[path.name] + want) / self._rate[path.name]
-        together = sum(self._rate[p.name] for p in working)
-        theirs = (left + sum(held[p.name] for p in working)) / together + min(p.latency for p in working)
-        # One chunk is not shared: the others cannot end before one of them has moved its first.
-        first = min(p.latency + (held[p.name] + want) / self._rate[p.name] for p in working)
-        return mine > max(theirs, first)
+    def _share(self, path: Path, left: int) -> int:
+        """Bytes of the `left` that `path` gets when all live paths finish together, counting what they hold."""
+        live = []
+        for name, p in self._live.items():
+            held = sum(n for _, n in self._under_way[name]) / self._rate[name]
+            # The startup of a further chunk passes while the path still moves what it holds.
+            live.append(Path(name, max(p.latency, held), self._rate[name]))
+        shares = split(left, live, min_chunk=min(self._smallest, left))
+        return shares[list(self._live).index(path.name)]
+
+    def _someone_else_will_come(self, path: Path) -> bool:
+        """Whether another path is at work, or has not declined: all declining at once would never end."""
+        others = (name for name in self._live if name != path.name)
+        return any(self._under_way[name] or name not in self._declined for name in others)
 
     def _completed(self, path: Path, chunk: Chunk) -> None:
         name, now = path.name, self._clock()
