@@ -26,8 +26,8 @@ class Engine(Protocol):
     """What the training loop needs of an engine.
 
     `model(**batch).loss` is the loss; `optimizer` a true torch optimizer whose step also clips when
-    `max_grad_norm` is set; `plan` prints as a table. Used when present: `device` (where batches go, default
-    CPU), `grad_norm` (the last global norm), `plan.save(path)`, and `recorder.save(folder)`, which writes
+    `max_grad_norm` is set; `plan` prints as a table; batches go where the model's parameters are. Used when
+    present: `grad_norm` (the last global norm), `plan.save(path)`, and `recorder.save(folder)`, which writes
     `trace.json` and `timeline.png`.
     """
 

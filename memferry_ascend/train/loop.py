@@ -122,7 +122,7 @@ class Run:
         optimizer = make_optimizer(model, options)
         torch.manual_seed(options.seed)
         self.engine = arm(model, optimizer, next(self._micro_batches(self._batch(0))), options)
-        self.device = getattr(self.engine, "device", torch.device("cpu"))
+        self.device = next(self.engine.model.parameters()).device
         try:
             if state:
                 self.engine.load_state_dict(state["engine"])
