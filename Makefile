@@ -17,7 +17,8 @@ $(STAMP): $(SOURCES)
 	@touch $@
 
 run: $(STAMP)
-	@$(PY) -m memferry_ascend train --text stdlib --steps 200 --out runs/quickstart
+	@$(PY) -m memferry_ascend train --text stdlib --model gpt-1m --steps 500 --clip 1 --precision fp32 \
+		--out runs/quickstart --overwrite
 
 lint: $(STAMP)
 	@$(VENV)/bin/ruff format --check .

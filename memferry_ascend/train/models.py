@@ -42,7 +42,7 @@ class Shape:
 
 # GPT-2's shapes count a vocabulary of 50257; with 256 bytes depth makes up for it, so that names stay true.
 PRESETS = {
-    "gpt-1m": Shape(layers=5, width=128, heads=4, context=256),
+    "gpt-1m": Shape(layers=5, width=128, heads=4, context=128),
     "gpt-10m": Shape(layers=6, width=384, heads=6, context=256),
     "gpt-25m": Shape(layers=8, width=512, heads=8, context=512),
     "gpt-124m": Shape(layers=17, width=768, heads=12),

@@ -1,0 +1,116 @@
+"""The checkpoints folder: `checkpoints/step-000123/` with `state.pt` (tensors) and `meta.json` (options).
+
+A checkpoint is written under a temporary name, fsynced and renamed, so a folder named `step-N` is complete,
+whenever the process dies. Folders are taken away the same way round: renamed first, then deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memferry_ascend import files
+from memferry_ascend.errors import ConfigError, FerryError
+
+_COMPLETE = re.compile(r"step-(\d+)")
+_TEMPORARY = ".tmp-"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The number of updates a checkpoint folder holds, from its name."""
+    match = _COMPLETE.fullmatch(checkpoint.name)
+    if match is None:
+        raise ConfigError(f"{checkpoint} is not a checkpoint: expected a folder named step-N")
+    return int(match.group(1))
+
+
+def complete(folder: Path) -> list[Path]:
+    """The complete checkpoints in a checkpoints folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted((c for c in folder.iterdir() if _COMPLETE.fullmatch(c.name) and c.is_dir()), key=step_of)
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest complete checkpoint, or None."""
+    return next(reversed(complete(folder)), None)
+
+
+def find(path: Path) -> Path:
+    """The checkpoint that `--resume PATH` means: a run's folder, its checkpoints folder or one checkpoint.
+
+    Raises ConfigError when there is none.
+    """
+    if _COMPLETE.fullmatch(path.resolve().name) and (path / "meta.json").is_file():
+        return path.resolve()
+    newest = latest(path / "checkpoints") or latest(path)
+    if newest is None:
+        raise ConfigError(
+            f"nothing to resume in {path}: it holds no complete checkpoint (checkpoints/step-N)"
+        )
+    return newest
+
+
+def save(folder: Path, step: int, state: dict[str, Any], meta: dict[str, Any], *, keep: int = 2) -> Path:
+    """Writes checkpoint `step`, then deletes all but the newest `keep` (0: keeps all). Returns its folder.
+
+    `state` holds what `torch.load(weights_only=True)` can read; `meta` is JSON. A step that is there already
+    is left as it is: replacing it would leave a moment without it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(f"{_TEMPORARY}*"):  # of a process that died
+        shutil.rmtree(leftover)
+    target, temporary = folder / f"step-{step:06d}", folder / f"{_TEMPORARY}step-{step:06d}"
+    if target.exists():
+        return target
+    temporary.mkdir()
+    with files.replacing(temporary / "state.pt") as stream:
+        torch.save(state, stream)
+    files.write_json(temporary / "meta.json", meta | {"step": step})
+    os.rename(temporary, target)
+    files.sync_folder(folder)
+    for old in complete(folder)[:-keep] if keep else ():
+        remove(old)
+    return target
+
+
+def set_aside_after(folder: Path, step: int) -> None:
+    """Renames checkpoints later than `step`: who goes on from there must not resume from the old future."""
+    for later in complete(folder):
+        if step_of(later) > step:
+            aside = folder / f"superseded-{later.name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(later, aside)
+
+
+def load(checkpoint: Path, *, tensors: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`(state, meta)` of a checkpoint, tensors on the CPU; with `tensors=False` the state is empty.
+
+    Raises FerryError when a file is missing or damaged.
+    """
+    try:
+        meta = json.loads((checkpoint / "meta.json").read_text())
+        state = {}
+        if tensors:
+            state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
+    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise FerryError(
+            f"cannot read checkpoint {checkpoint} ({reason}): resume from an older one, "
+            f"--resume {checkpoint.parent}/step-N"
+        ) from error
+    return state, meta
+
+
+def remove(checkpoint: Path) -> None:
+    """Deletes a checkpoint; it stops being complete before its first file goes."""
+    doomed = checkpoint.with_name(f"{_TEMPORARY}old-{checkpoint.name}")
+    os.rename(checkpoint, doomed)
+    shutil.rmtree(doomed)
