@@ -1,0 +1,161 @@
+"""Build the emulated CANN into build/emulator, for the torch_npu wheel in build/ascend-site.
+
+    python tests/emulator/build.py [--wheel]
+
+Compiles runtime/ into libascendcl.so, operators/ into libopapi.so, and the empty libraries that torch_npu names at load.
+Nothing is done when no source, compiler or torch changed. `--wheel` first installs torch_npu (without its dependencies,
+and away from the main environment: torch would load it on import and fail where CANN is missing).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+OUT = ROOT / "build" / "emulator"
+SITE = ROOT / "build" / "ascend-site"
+WHEEL = "torch_npu==2.13.0"
+
+# Libraries that torch_npu is linked against and whose symbols libascendcl.so provides here.
+ALIASES = ["libhccl", "libacl_op_compiler", "libge_runner", "libgraph", "libacl_tdt_channel", "libruntime"]
+# Where torch_npu's undefined symbols are looked for.
+USERS = ["lib/libtorch_npu.so", "lib/libtensorpipe.so", "lib/libnpu_profiler.so"]
+FLAGS = ["-std=c++20", "-O1", "-fPIC", "-w", "-pthread"]
+
+
+def torch_folder() -> Path:
+    """Where torch is installed, found without importing it."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise SystemExit("torch is not installed in this environment: run `make install` first")
+    return Path(spec.origin).parent
+
+
+def install_wheel() -> None:
+    """Put the unmodified wheel into build/ascend-site, once."""
+    if (SITE / "torch_npu" / "version.py").exists():
+        return
+    staging = Path(tempfile.mkdtemp(dir=ROOT / "build", prefix="ascend-site-"))
+    command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+    subprocess.run([*command, "--target", str(staging), WHEEL], check=True)
+    shutil.rmtree(SITE, ignore_errors=True)
+    staging.rename(SITE)
+
+
+def fingerprint() -> str:
+    """Changes whenever the libraries must be built again."""
+    digest = hashlib.sha256()
+    for path in sorted([*HERE.glob("*/*.cpp"), *HERE.glob("*/*.h"), HERE / "build.py"]):
+        digest.update(path.name.encode() + path.read_bytes())
+    for path in (torch_folder() / "version.py", SITE / "torch_npu" / "version.py"):
+        digest.update(path.read_bytes())
+    digest.update(subprocess.run(["g++", "--version"], check=True, capture_output=True).stdout)
+    return digest.hexdigest()
+
+
+def run(command: list[str]) -> str:
+    """Run a tool; on failure show what it said and stop."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def symbols(path: Path, kind: str) -> set[str]:
+    """The dynamic symbols of a library, `--undefined-only` or `--defined-only`."""
+    lines = run(["nm", "-D", kind, str(path)]).splitlines()
+    return {line.split()[-1].split("@")[0] for line in lines if line.strip()}
+
+
+def missing_calls(provided: set[str]) -> list[str]:
+    """CANN functions that torch_npu is linked against and that nothing here emulates."""
+    package = SITE / "torch_npu"
+    users = [package / name for name in USERS] + list(package.glob("_C*.so"))
+    wanted = set().union(*(symbols(user, "--undefined-only") for user in users))
+    cann = {name for name in wanted if name.startswith(("acl", "Msprof", "Hccl")) or name[:3] in {"rtG", "rtK"}}
+    cann |= wanted & {"rtDevBinaryRegister", "rtFunctionRegister"}
+    return sorted(cann - provided)
+
+
+def stub_source(names: list[str]) -> str:
+    """A function each that says that it is not emulated and fails: null where a pointer is wanted, else 100024."""
+    lines = ["#include <stdio.h>"]
+    for name in names:
+        pointer = "Create" in name and name.startswith(("aclCreate", "aclopCreate"))
+        lines.append(
+            f'long {name}(void) {{ fprintf(stderr, "[emulator] {name} is not emulated\\n"); '
+            f"return {0 if pointer else 100024}; }}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def build(jobs: int) -> None:
+    """Compile everything into a fresh folder and put it in place."""
+    OUT.parent.mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=OUT.parent, prefix="emulator-"))
+    torch = torch_folder()
+    acl = ["-I", str(SITE / "torch_npu" / "include")]
+    aten = [*acl, "-isystem", str(torch / "include")]
+    # ATen's headers take ten times as long as an operator file: parse them once.
+    header = folder / "parsed.h"
+    header.write_text("#include <ATen/ATen.h>\n#include <ATen/Parallel.h>\n")
+
+    def compile_file(source: Path) -> str:
+        flags = acl if source.parent.name == "runtime" else ["-include", str(header), *aten]
+        target = folder / f"{source.parent.name}-{source.stem}.o"
+        run(["g++", *FLAGS, *flags, "-c", str(source), "-o", str(target)])
+        return str(target)
+
+    def precompile() -> None:
+        run(["g++", *FLAGS, *aten, "-x", "c++-header", str(header), "-o", f"{header}.gch"])
+
+    with ThreadPoolExecutor(jobs) as pool:
+        parsed = pool.submit(precompile)
+        runtime = list(pool.map(compile_file, sorted(HERE.glob("runtime/*.cpp"))))
+        parsed.result()
+        operators = list(pool.map(compile_file, sorted(HERE.glob("operators/*.cpp"))))
+    acl_library = folder / "libascendcl.so"
+    link = ["g++", "-shared", "-pthread"]
+    run([*link, "-Wl,-soname,libascendcl.so", "-o", str(acl_library), *runtime])
+    stubs = folder / "stubs.c"
+    stubs.write_text(stub_source(missing_calls(symbols(acl_library, "--defined-only"))))
+    run(["gcc", "-fPIC", "-w", "-c", str(stubs), "-o", str(folder / "stubs.o")])
+    run([*link, "-Wl,-soname,libascendcl.so", "-o", str(acl_library), *runtime, str(folder / "stubs.o")])
+    here = ["-L", str(folder), "-lascendcl", "-Wl,-rpath,$ORIGIN"]
+    for name in ALIASES:
+        run(["gcc", "-shared", f"-Wl,-soname,{name}.so", "-Wl,--no-as-needed", "-o", str(folder / f"{name}.so"), *here])
+    torch_libraries = ["-L", str(torch / "lib"), "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch / 'lib'}"]
+    run([*link, "-Wl,-soname,libopapi.so", "-o", str(folder / "libopapi.so"), *operators, *here, *torch_libraries])
+    for leftover in [*folder.glob("*.o"), *folder.glob("*.gch"), *folder.glob("*.h"), stubs]:
+        leftover.unlink()
+    shutil.rmtree(OUT, ignore_errors=True)
+    folder.rename(OUT)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--wheel", action="store_true", help=f"install {WHEEL} into build/ascend-site when missing")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time")
+    options = parser.parse_args()
+    (ROOT / "build").mkdir(exist_ok=True)
+    if options.wheel:
+        install_wheel()
+    stamp, wanted = OUT / ".fingerprint", fingerprint()
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    build(options.jobs)
+    stamp.write_text(wanted)
+
+
+if __name__ == "__main__":
+    main()
