@@ -82,7 +82,9 @@ def missing_calls(provided: set[str]) -> list[str]:
     package = SITE / "torch_npu"
     users = [package / name for name in USERS] + list(package.glob("_C*.so"))
     wanted = set().union(*(symbols(user, "--undefined-only") for user in users))
-    cann = {name for name in wanted if name.startswith(("acl", "Msprof", "Hccl")) or name[:3] in {"rtG", "rtK"}}
+    cann = {
+        name for name in wanted if name.startswith(("acl", "Msprof", "Hccl")) or name[:3] in {"rtG", "rtK"}
+    }
     cann |= wanted & {"rtDevBinaryRegister", "rtFunctionRegister"}
     return sorted(cann - provided)
 
@@ -133,9 +135,29 @@ def build(jobs: int) -> None:
     run([*link, "-Wl,-soname,libascendcl.so", "-o", str(acl_library), *runtime, str(folder / "stubs.o")])
     here = ["-L", str(folder), "-lascendcl", "-Wl,-rpath,$ORIGIN"]
     for name in ALIASES:
-        run(["gcc", "-shared", f"-Wl,-soname,{name}.so", "-Wl,--no-as-needed", "-o", str(folder / f"{name}.so"), *here])
+        run(
+            [
+                "gcc",
+                "-shared",
+                f"-Wl,-soname,{name}.so",
+                "-Wl,--no-as-needed",
+                "-o",
+                str(folder / f"{name}.so"),
+                *here,
+            ]
+        )
     torch_libraries = ["-L", str(torch / "lib"), "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch / 'lib'}"]
-    run([*link, "-Wl,-soname,libopapi.so", "-o", str(folder / "libopapi.so"), *operators, *here, *torch_libraries])
+    run(
+        [
+            *link,
+            "-Wl,-soname,libopapi.so",
+            "-o",
+            str(folder / "libopapi.so"),
+            *operators,
+            *here,
+            *torch_libraries,
+        ]
+    )
     for leftover in [*folder.glob("*.o"), *folder.glob("*.gch"), *folder.glob("*.h"), stubs]:
         leftover.unlink()
     shutil.rmtree(OUT, ignore_errors=True)
@@ -144,7 +166,9 @@ def build(jobs: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--wheel", action="store_true", help=f"install {WHEEL} into build/ascend-site when missing")
+    parser.add_argument(
+        "--wheel", action="store_true", help=f"install {WHEEL} into build/ascend-site when missing"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time")
     options = parser.parse_args()
     (ROOT / "build").mkdir(exist_ok=True)
