@@ -34,7 +34,8 @@ def test_help_lists_every_command_without_importing_one(capsys):
         assert what in out
     assert run(capsys, "--version") == (0, f"memferry {__version__}\n", "")
     modules = [module.partition(":")[0] for module, _ in cli.COMMANDS.values()]
-    script = f"import sys, memferry_ascend.cli as c; c.main(['--help']); sys.exit(any(m in sys.modules for m in {modules}))"
+    script = "import sys, memferry_ascend.cli as c; c.main(['--help']); "
+    script += f"sys.exit(any(m in sys.modules for m in {modules}))"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
 
 
