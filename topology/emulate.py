@@ -57,7 +57,7 @@ class LinkClock:
         cap: float = math.inf,
         previous: Moving | None = None,
     ) -> Moving:
-        """Start `nbytes` at `now`; the first byte moves `latency` later, and not before `previous` has ended."""
+        """Start `nbytes` at `now`; the first byte moves `latency` later, after `previous` has ended."""
         self.advance(now)
         transfer = Moving(cap, uses, now + latency, float(nbytes))
         if nbytes == 0:
@@ -76,7 +76,7 @@ class LinkClock:
         self._share()
 
     def wake(self, transfer: Moving) -> float:
-        """When something happens to `transfer` next: it begins to move or ends (inf: when another one ends)."""
+        """When `transfer` next begins to move or ends (inf: not before another one has ended)."""
         if transfer.rate or transfer.end is not None:
             return transfer.expected
         return math.inf if transfer.previous is not None else transfer.begin
@@ -196,7 +196,7 @@ class EmulatedLinks:
             return transfer.end - started
 
     def set_bandwidth(self, link: str, value: float) -> None:
-        """From now on `link` carries `value` bytes/s; transfers in flight are planned anew. Raises as above."""
+        """From now on `link` carries `value` bytes/s, for transfers in flight too. Raises as above."""
         _check_bandwidth(link, value)
         with self._lock:
             self._known(link)

@@ -161,7 +161,7 @@ class Fabric:
         via: str | None = None,
         direction: Direction = "h2d",
     ) -> FabricPath:
-        """The path between `host` (default: the device's home) and `device`, through the peer `via` if given."""
+        """The path between `host` (default: the device's home) and `device`, through `via` if given."""
         host = host or self.home(device)
         if via == device or via in self.hosts:
             raise ValueError(f"{via} cannot assist {device}: expected another device")
@@ -204,7 +204,7 @@ class Fabric:
 
 
 class _Search:
-    """Dijkstra from one node, carried on only as far as someone asks: most questions are about the same node."""
+    """Dijkstra from one node, carried on only as far as someone asks: most ask about nearby nodes."""
 
     def __init__(
         self, source: str, nodes: Mapping[str, NodeKind], hops: Mapping[str, list[tuple[str, Hop]]]

@@ -22,7 +22,7 @@ from .paths import FabricPath
 
 @dataclass(frozen=True)
 class Flow:
-    """`nbytes` that may start at `start` (s), cross `path` and take its latency before the first byte moves."""
+    """`nbytes` that start at `start` (s) and cross `path`, whose latency passes before the first moves."""
 
     path: FabricPath
     nbytes: int

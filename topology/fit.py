@@ -91,7 +91,7 @@ def _misses(points: Sequence[tuple[int, float]], line: tuple[float, float]) -> l
 
 
 def _least_squares(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
-    """(latency, seconds per byte) with the least squared relative misses; None when it is no possible line."""
+    """(latency, seconds per byte) with the least squared relative misses, or None if impossible."""
     if len(points) < 2:
         return None
     weights = [1.0 / (t * t) for _, t in points]
@@ -106,7 +106,7 @@ def _least_squares(points: Sequence[tuple[int, float]]) -> tuple[float, float] |
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """Paths that reach less together than each alone adds up to: they share something of `bandwidth` bytes/s."""
+    """Paths that reach only `bandwidth` bytes/s together, less than the sum of each alone."""
 
     names: tuple[str, ...]
     bandwidth: float

@@ -80,6 +80,6 @@ class PathSet:
         return shares
 
     def seconds(self, shares: Sequence[int]) -> float:
-        """When the last byte of `shares` (bytes per path) arrives, with the used paths at their joint rates."""
+        """When the last byte of `shares` (bytes per path) arrives, the used paths at their joint rates."""
         used = [i for i, n in enumerate(shares) if n]
         return finish_time([shares[i] for i in used], self.together(used))

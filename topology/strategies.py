@@ -133,7 +133,7 @@ class Transfer:
             self._changed.notify_all()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until every byte has arrived; False after `timeout` seconds. Raises TransferFailed as above."""
+        """Wait until every byte has arrived; False after `timeout` (s). Raises TransferFailed as above."""
         with self._changed:
             self._changed.wait_for(lambda: self._arrived() or not self._live, timeout)
             if not self._arrived() and not self._live:
@@ -277,7 +277,7 @@ class _DynamicTransfer(Transfer):
         return offset, n
 
     def _share(self, path: Path, left: int) -> int:
-        """Bytes of the `left` that `path` gets when all live paths finish together, counting what they hold."""
+        """Bytes of the `left` for `path` when all live paths finish together, with what they hold."""
         live = []
         for name, p in self._live.items():
             held = sum(n for _, n in self._under_way[name]) / self._rate[name]

@@ -1,4 +1,4 @@
-"""The link clock is the simulator step by step; emulated links block threads and never lose or invent a byte."""
+"""The link clock is the simulator step by step; emulated links block threads as it says."""
 
 import random
 import threading

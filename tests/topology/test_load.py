@@ -161,6 +161,9 @@ def test_a_probe_result_is_read_back(tmp_path: FilePath) -> None:
     assert [p.name for p in paths.paths] == ["direct", "via cuda:1"]
     assert paths.joint_bandwidth() == pytest.approx(60e9)
     assert sum(paths.split(64 << 20)) == 64 << 20
+    alone = measured.paths("cuda:1")  # shares nothing
+    assert alone.joint_bandwidth() == 55e9
+    assert alone.split(1000) == [1000]
     assert len(measured.paths("cuda:0", via=[])) == 1
     assert measured.paths("cuda:0", direction="d2h").paths[0].bandwidth == 52e9
     with pytest.raises(KeyError, match="no d2h path"):

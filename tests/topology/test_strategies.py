@@ -5,9 +5,12 @@ threads.
 import heapq
 import random
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from memferry_ascend.topology.dispatch import Path, finish_time, split
 from memferry_ascend.topology.strategies import (
     Chunk,
@@ -222,3 +225,53 @@ def test_bad_use_is_refused() -> None:
         transfer.next_chunk("sideways")
     with pytest.raises(ValueError, match="complete each chunk once"):
         transfer.complete("direct", (0, 1))
+
+
+@given(
+    st.integers(0, 20 * MIB),
+    st.integers(1, 5),
+    st.lists(
+        st.tuples(st.integers(0, 4), st.sampled_from(["next", "next", "complete", "fail"])), max_size=60
+    ),
+    st.sampled_from([StaticDispatch(), StaticDispatch(MIB), DynamicDispatch(MIB), DynamicDispatch(512)]),
+)
+@settings(max_examples=200, deadline=None)
+def test_any_order_of_calls_moves_every_byte_once(
+    size: int, count: int, calls: list, dispatch: Dispatch
+) -> None:
+    """Paths ask, complete and fail in any order, several chunks in hand; whoever is left then finishes the
+    rest.
+    """
+    clock = VirtualClock()
+    if isinstance(dispatch, DynamicDispatch):
+        dispatch = replace(dispatch, chunk=max(dispatch.chunk, 64 << 10), clock=clock)
+    paths = [Path(str(i), i * 10e-6, (i + 1) * 10e9) for i in range(count)]
+    transfer = dispatch.begin(size, paths)
+    held: dict[str, list[Chunk]] = {p.name: [] for p in paths}
+    arrived: list[Chunk] = []
+    failed: set[str] = set()
+    for index, call in calls:
+        name = paths[index % count].name
+        clock.now += 1e-5
+        if call == "next" and (chunk := transfer.next_chunk(name)) is not None:
+            held[name].append(chunk)
+        elif call == "complete" and held[name]:
+            chunk = held[name].pop()
+            transfer.complete(name, chunk)
+            arrived.append(chunk)
+        elif call == "fail" and len(failed) < count - 1:
+            transfer.fail(name)
+            failed.add(name)
+            held[name].clear()
+    while not transfer.done:
+        before = len(arrived)
+        for name in held:
+            while name not in failed and (chunk := transfer.next_chunk(name)) is not None:
+                held[name].append(chunk)
+            for chunk in held[name]:
+                transfer.complete(name, chunk)
+                arrived.append(chunk)
+            held[name].clear()
+        assert len(arrived) > before, "nobody takes what is left"
+    assert_covers(arrived, size)
+    assert transfer.join(timeout=0)
