@@ -6,7 +6,7 @@ moments updated, bf16 parameters out.
 - native: one pass over bf16 gradient, split master (bf16 upper half + int16 remainder) and fp32 moments
 - fused: gradients cast to fp32, torch._fused_adamw_ on fp32 masters, masters cast to bf16
 - separate: the same casts around torch.optim.AdamW's single-tensor operations
-- fallback: what hostmath does without its extension (this process's own code over torch operations)
+- fallback: what hostmath does without its extension
 
 Run as `python tools/bench/adamw.py [--json docs/benchmarks/adamw-cpu.json]`. A repetition runs every variant
 once, so that whatever else the machine does is spread over all of them; medians are reported.
@@ -98,22 +98,25 @@ class Fused(Separate):
         return True
 
 
-def measure(numel: int, tensors: int, repeats: int, warmup: int = 2) -> dict[str, list[float]]:
-    """Seconds of every repetition of every variant."""
+VARIANTS: dict[str, type[Native] | type[Separate]] = {
+    "native": Native,
+    "fused": Fused,
+    "separate": Separate,
+    "fallback": Fallback,
+}
+
+
+def measure(names: Sequence[str], numel: int, tensors: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds of every repetition of every variant, after two that are not counted."""
     grads = split_pieces(numel, tensors, torch.bfloat16, 1e-2)
-    variants: dict[str, Any] = {
-        "native": Native(grads),
-        "fused": Fused(grads),
-        "separate": Separate(grads),
-        "fallback": Fallback(grads),
-    }
+    variants = {name: VARIANTS[name](grads) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for step in range(1, warmup + repeats + 1):
+    for step in range(1, repeats + 3):
         for name, variant in variants.items():
             begin = time.perf_counter()
             variant.step(step)
             elapsed = time.perf_counter() - begin
-            if step > warmup:
+            if step > 2:
                 seconds[name].append(elapsed)
     return seconds
 
@@ -126,10 +129,10 @@ def processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
-def report(numel: int, tensors: int, threads: int, repeats: int) -> dict[str, Any]:
+def report(names: Sequence[str], numel: int, tensors: int, threads: int, repeats: int) -> dict[str, Any]:
     hostmath.set_threads(threads)
     torch.set_num_threads(threads)
-    seconds = measure(numel, tensors, repeats)
+    seconds = measure(names, numel, tensors, repeats)
     medians = {name: statistics.median(s) for name, s in seconds.items()}
     return {
         "parameters": numel,
@@ -146,8 +149,7 @@ def report(numel: int, tensors: int, threads: int, repeats: int) -> dict[str, An
             for name, s in seconds.items()
         },
         "native_bytes_per_s": numel * NATIVE_BYTES / medians["native"],
-        "native_over_fused": medians["fused"] / medians["native"],
-        "native_over_separate": medians["separate"] / medians["native"],
+        "native_speedup": {name: m / medians["native"] for name, m in medians.items() if name != "native"},
     }
 
 
@@ -175,6 +177,13 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=int, default=11, help="timed repetitions of every variant (default 11)"
     )
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=["fused", "separate"],
+        help="what to run beside native (default: fused separate)",
+    )
     parser.add_argument("--note", default="", help="a sentence about the machine, kept in the JSON")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the results here")
     args = parser.parse_args()
@@ -182,22 +191,24 @@ def main() -> None:
     document: dict[str, Any] = {
         "benchmark": "host AdamW, bf16 gradients in, bf16 parameters out",
         "machine": {"processor": processor(), "cores": cores, "system": platform.system()},
+        "load_average": os.getloadavg()[0],  # of the minute before: what else kept the cores busy
         "note": args.note,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "native": hostmath.NATIVE,
         "simd": hostmath.simd_level(),
-        "runs": [report(args.parameters, args.tensors, threads, args.repeats) for threads in args.threads],
+        "runs": [],
     }
-    for run in document["runs"]:
+    names = ["native", *(name for name in args.variants if name != "native")]
+    for threads in args.threads:
+        run = report(names, args.parameters, args.tensors, threads, args.repeats)
+        document["runs"].append(run)
         print(f"{run['parameters'] / 1e6:.1f} M parameters, {run['threads']} threads, {document['simd']}:")
         for name, v in run["variants"].items():
             print(
                 f"  {name:9} {v['median_s'] * 1e3:8.1f} ms  {v['parameters_per_s'] / 1e6:8.1f} M parameters/s"
             )
-        print(
-            f"  native: {run['native_bytes_per_s'] / 1e9:.1f} GB/s,"
-            f" {run['native_over_fused']:.2f}x fused, {run['native_over_separate']:.2f}x separate"
-        )
+        ratios = ", ".join(f"{ratio:.2f}x {name}" for name, ratio in run["native_speedup"].items())
+        print(f"  native: {run['native_bytes_per_s'] / 1e9:.1f} GB/s, {ratios}", flush=True)
     if args.json:
         write_json(args.json, document)
 
