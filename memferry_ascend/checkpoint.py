@@ -11,7 +11,6 @@ from torch.utils.hooks import RemovableHandle
 
 from memferry_ascend import arming
 from memferry_ascend.errors import FerryError
-from memferry_ascend.planner.plan import Mode
 from memferry_ascend.windows import Hook
 
 if TYPE_CHECKING:
@@ -122,8 +121,7 @@ def refresh(engine: Engine, residents: list[Resident]) -> None:
     for r in residents:
         r.generation += 1
         r.forget()
-        if r.mode is Mode.GFGB:
-            r.upload(None)
+        r.upload()
         r.bind_rest()
     engine._backend.synchronize()
     torch.autograd.graph.increment_version([p.param for r in residents for p in r.unit.params])

@@ -22,12 +22,13 @@ from torch import nn
 from memferry_ascend import arming, checkpoint, hostmath
 from memferry_ascend.arena import Arena
 from memferry_ascend.backends.base import Event
-from memferry_ascend.clipping import Clipper, Scale
+from memferry_ascend.clipping import Clipper
 from memferry_ascend.config import Config, host_threads
 from memferry_ascend.errors import ConfigError, FerryError
 from memferry_ascend.gradients import Gradients, GradState, UnitGrads
 from memferry_ascend.guard import ReadGuard
 from memferry_ascend.hostupdate import Hypers, is_native, refuse, snapshot
+from memferry_ascend.jobs import make_jobs
 from memferry_ascend.layers import Param, collect, units
 from memferry_ascend.optimizer import FerryOptimizer
 from memferry_ascend.planner.plan import Plan
@@ -38,7 +39,6 @@ from memferry_ascend.saved import SavedHooks
 from memferry_ascend.shadow import Resident
 from memferry_ascend.tracing import ReadTracer
 from memferry_ascend.windows import Hook, Window
-from memferry_ascend.worker import Worker
 
 GRADIENT_WINDOW = 256 << 20
 """Bytes of device gradients whose download may be outstanding before the compute stream waits for the oldest."""
@@ -93,12 +93,12 @@ class Engine:
         arming.check_host_memory(need, config.host_bytes)
         self._arena = Arena(backend, config.host_bytes)
         self.recorder = Recorder(backend)
-        self._worker = Worker(backend)
+        self._jobs = make_jobs(backend, len(self._units), self.recorder, native)
         self._closed = False
         try:
             self._arm(layers, optimizer, need, native)
         except BaseException:
-            self._worker.close()
+            self._jobs.close()
             raise
         _armed[model] = self
 
@@ -111,7 +111,7 @@ class Engine:
         arming.move_buffers(self.model, backend.device)
         self._ring = arming.make_ring(self._units, backend)
         self._residents = [
-            Resident(u, m, backend, self._worker, self._ring)
+            Resident(u, m, backend, self._jobs, self._ring)
             for u, m in zip(self._units, memories, strict=True)
         ]
         if self._ring is not None:
@@ -119,8 +119,7 @@ class Engine:
         self._updates = arming.make_updates(memories, optimizer)
         self._resident_of: dict[int, Resident] = {}
         for r in self._residents:
-            if r.buffer is not None:
-                r.upload(None)
+            r.upload()
             for p in r.unit.params:
                 self._resident_of[id(p.param)] = r
             r.bind_rest()
@@ -130,14 +129,14 @@ class Engine:
             self._residents,
             self._arena,
             backend,
-            self._worker,
+            self._jobs,
             accumulate=config.accumulate,
             publish=config.update == "step",
             window=GRADIENT_WINDOW,
             final=self._update_now if early else None,
         )
         self._gradients.backward_ended = self._backward_ended
-        self._clipper = Clipper(self._gradients, backend, self._worker, config.max_grad_norm)
+        self._clipper = Clipper(self._gradients, backend, self._jobs, config.max_grad_norm)
         self._handles = self._gradients.install()
         self._saved = SavedHooks()
         self._windows: list[Window] = []
@@ -171,7 +170,7 @@ class Engine:
     # -- forward -------------------------------------------------------------------------------------------------------
     def _before_forward(self, *_: Any) -> None:
         self._check_open()
-        self._worker.check()
+        self._jobs.check()
         self._guard.off()
         if torch.is_autocast_enabled(self._backend.device.type) and torch.is_autocast_cache_enabled():
             raise FerryError(
@@ -237,13 +236,15 @@ class Engine:
 
     def _update_now(self, ug: UnitGrads) -> None:
         """update="backward": every gradient of this unit is final."""
-        self._hand_over(ug, list(ug.states), snapshot(self.optimizer.param_groups), Scale(), None)
+        self._hand_over(
+            ug, list(ug.states), snapshot(self.optimizer.param_groups), self._jobs.new_scale(), None
+        )
         self._updating.append(ug)
 
     # -- step ----------------------------------------------------------------------------------------------------------
     def _step(self) -> None:
         self._check_open()
-        self._worker.check()
+        self._jobs.check()
         for p in self._params:
             if p.param.requires_grad != p.trainable:
                 raise FerryError(
@@ -284,29 +285,30 @@ class Engine:
                     )
 
     def _hand_over(
-        self, ug: UnitGrads, part: list[GradState], hypers: Hypers, scale: Scale, after: Event | None
+        self, ug: UnitGrads, part: list[GradState], hypers: Hypers, scale: Any, after: Event | None
     ) -> None:
         """Queue one unit's update: download and `after` (an event on the compute stream), update, upload."""
-        resident, update = ug.resident, self._updates[ug.resident.unit.index]
-        params = [s.p for s in part]
-        summed = self._gradients.summing
+        resident = ug.resident
         # A unit's own download is behind its last use on the compute stream: with `after` None that is enough.
-        behind = after if after is not None else ug.downloaded
+        waits = [ug.downloaded] if after is None else [ug.downloaded, after]
         resident.begin_update()
-        backend, recorder = self._backend, self.recorder
-
-        def job() -> None:
-            ug.downloaded.synchronize()
-            behind.synchronize()
-            backend._at("update")
-            with recorder.host("update", resident.unit.name):
-                update.run(params, summed, hypers, scale.value)
-            resident.updated(behind)
-
-        self._worker.submit(resident.order, job)
+        self._jobs.update(
+            resident.unit.index,
+            resident.order,
+            waits,
+            self._updates[resident.unit.index],
+            [s.p for s in part],
+            self._gradients.summing,
+            hypers,
+            scale,
+            resident.upload_job(after if after is not None else ug.downloaded),
+            resident.offer,
+        )
 
     def _zero_grad(self, set_to_none: bool) -> None:
         self._check_open()
+        watching = self._guard.active
+        self._guard.off()  # it would look at every `p.grad` below
         for ug in self._gradients.units:
             for s in ug.states:
                 if s.p.param.grad is not None:
@@ -318,6 +320,8 @@ class Engine:
                     s.zeroed = True
                 elif s.arrivals and s.published is None and self.config.update == "step":
                     s.arrivals = s.folded = 0
+        if watching:
+            self._guard.on()
 
     # -- what users call -----------------------------------------------------------------------------------------------
     @property
@@ -334,7 +338,7 @@ class Engine:
 
     def synchronize(self) -> None:
         """Block until every update and upload in flight is done; raises what went wrong."""
-        self._worker.drain()
+        self._jobs.drain()
         for r in self._residents:
             r.wait()
         self._backend.synchronize()
@@ -390,8 +394,8 @@ class Engine:
             return
         self._closed = True
         self._guard.off()
-        self._worker.close()
-        error = self._worker.error
+        self._jobs.close()
+        error = self._jobs.failure()
         self._backend.synchronize()
         for handle in self._handles:
             handle.remove()
@@ -410,9 +414,7 @@ class Engine:
         self._arena.close()
         self.recorder.close()
         if error is not None:
-            raise FerryError(
-                f"the engine is closed; before that a host update had failed: {error}"
-            ) from error
+            raise FerryError(f"the engine is closed; before that a host update had failed: {error}")
 
     def __enter__(self) -> Engine:
         return self

@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memferry_ascend import hostmath
 from memferry_ascend.arena import Arena, UnitMemory
 from memferry_ascend.backends.base import Backend, Event
 from memferry_ascend.errors import FerryError
+from memferry_ascend.jobs import Jobs
 from memferry_ascend.layers import Param
 from memferry_ascend.shadow import Resident
-from memferry_ascend.worker import Priority, Worker
 
 
 @dataclass(eq=False)
@@ -39,6 +38,8 @@ class GradState:
     """`zero_grad(set_to_none=False)` after the step consumed it: counts as a gradient of zeros."""
     view: torch.Tensor | None = None
     sum_view: torch.Tensor | None = None
+    host: torch.Tensor | None = None
+    staged: bool = False
 
 
 @dataclass(eq=False)
@@ -50,9 +51,6 @@ class UnitGrads:
     downloaded: Event
     ready: Event
     staged: list[tuple[GradState, torch.Tensor]] = field(default_factory=list)
-    folds: int = 0
-    """Fold jobs not yet done."""
-    first_flush: bool = True
 
     @property
     def memory(self) -> UnitMemory:
@@ -71,7 +69,7 @@ class Gradients:
         residents: list[Resident],
         arena: Arena,
         backend: Backend,
-        worker: Worker,
+        jobs: Jobs,
         *,
         accumulate: int,
         publish: bool,
@@ -80,7 +78,7 @@ class Gradients:
     ) -> None:
         self._arena = arena
         self._backend = backend
-        self._worker = worker
+        self._jobs = jobs
         self._accumulate = accumulate
         self.publishes = publish
         self._final = final
@@ -107,6 +105,7 @@ class Gradients:
                 self.by_param[s.p.index] = s
                 self._unit_of[s.p.index] = ug
                 s.view = r.memory.device_grad(s.p)
+                s.host = r.memory.host_grad(s.p)
         if accumulate > 1:
             self._start_summing()
 
@@ -162,10 +161,11 @@ class Gradients:
             )
         if grad.is_sparse:
             grad = grad.to_dense()
-        if any(other is s for other, _ in ug.staged):
+        if s.staged:
             self._flush(ug)
         if not ug.staged:
             self._arrived.append(ug)
+        s.staged = True
         ug.staged.append((s, grad))
         if len(ug.staged) == len(ug.states):
             self._flush(ug)
@@ -185,21 +185,20 @@ class Gradients:
                     ug.ready
                 )  # kernels of the user's may have changed what was published
                 self._fold(ug, unfolded, ug.ready)
-        if ug.folds:
-            self._worker.wait_for(lambda: ug.folds == 0)  # the copy below overwrites what a fold reads
-        self._backend.compute.record(ug.ready)
-        self._download.wait(ug.ready)
+        if self.summing:
+            self._jobs.wait_folds(ug.resident.unit.index)  # the copy below overwrites what a fold reads
         pairs = []
+        nbytes = 0
         for s, grad in staged:
-            dst = ug.memory.host_grad(s.p)
+            s.staged = False
+            dst = s.host
+            assert dst is not None
             if grad.dtype != dst.dtype:
                 grad = grad.to(dst.dtype)
             pairs.append((dst, grad.contiguous()))
-        self._download.copy_many(pairs)
-        self._download.record(ug.downloaded)
-        tensors = [g for _, g in pairs]
-        nbytes = sum(g.numel() * g.element_size() for g in tensors)
-        self._in_flight.append((ug, tensors, nbytes))
+            nbytes += dst.nbytes
+        self._download.copy_behind(self._backend.compute, pairs, ug.ready, ug.downloaded)
+        self._in_flight.append((ug, [g for _, g in pairs], nbytes))
         self._in_flight_bytes += nbytes
         for s, _ in staged:
             s.arrivals += 1
@@ -220,23 +219,12 @@ class Gradients:
 
     def _fold(self, ug: UnitGrads, states: list[GradState], after: Event | None = None) -> None:
         """Queue adding the last arrival of `states` to their fp32 sums, behind the download and `after`."""
-        jobs = []
+        items = []
         for s in states:
-            jobs.append((ug.memory.host_state("acc", s.p), ug.memory.host_grad(s.p).view(-1), s.folded == 0))
+            items.append((ug.memory.host_state("acc", s.p), ug.memory.host_grad(s.p).view(-1), s.folded == 0))
             s.folded += 1
-        ug.folds += 1
-
-        def fold() -> None:
-            ug.downloaded.synchronize()
-            if after is not None:
-                after.synchronize()
-            self._backend._at("fold")
-            for acc, grad, first in jobs:
-                hostmath.accumulate(acc, grad, first)
-            ug.folds -= 1
-            self._worker.notify()
-
-        self._worker.submit(Priority.FOLD, fold)
+        waits = [ug.downloaded] if after is None else [ug.downloaded, after]
+        self._jobs.fold(ug.resident.unit.index, waits, items)
 
     def _start_summing(self) -> None:
         if self.summing:
@@ -263,8 +251,8 @@ class Gradients:
         while self._in_flight:
             self._let_go()
         for ug in arrived:
-            if ug.folds:
-                self._worker.wait_for(lambda ug=ug: ug.folds == 0)  # type: ignore[misc]
+            if self.summing:
+                self._jobs.wait_folds(ug.resident.unit.index)
             for s in ug.states:
                 if s.arrivals and s.published is None:
                     self._publish_one(s)
@@ -319,8 +307,8 @@ class Gradients:
             raise FerryError(
                 f"parameter {s.p.name!r}: p.grad has shape {tuple(grad.shape)}, expected {tuple(s.p.shape)}"
             )
-        if ug.folds:
-            self._worker.wait_for(lambda: ug.folds == 0)
+        if self.summing:
+            self._jobs.wait_folds(ug.resident.unit.index)
         self._backend.compute.record(ug.ready)
         self._download.wait(ug.ready)
         target = ug.memory.host_grad(s.p)

@@ -324,15 +324,21 @@ class AdamProgram:
         One program serves one run at a time: its hyperparameter fields are filled here. Raises ValueError
         when the lengths differ from the number of segments.
         """
-        count = len(self.segments)
-        if len(hypers) != count or (enabled is not None and len(enabled) != count):
-            found = f"{len(hypers)} hypers" + ("" if enabled is None else f" and {len(enabled)} enabled")
-            raise ValueError(f"expected one entry for each of {count} segments, found {found}")
+        address, count = self.prepare(hypers, enabled)
         if _ops is None:
             for i, (segment, h) in enumerate(zip(self.segments, hypers, strict=True)):
                 if enabled is None or enabled[i]:
                     _hostmath_torch.adam(segment, h)
             return
+        _ops.adam(address, count)
+
+    def prepare(self, hypers: Sequence[AdamHyper], enabled: Sequence[bool] | None = None) -> tuple[int, int]:
+        """Fill in the hyperparameters; the table's address and its number of rows, for the native worker, which copies
+        them before the next `prepare`."""
+        count = len(self.segments)
+        if len(hypers) != count or (enabled is not None and len(enabled) != count):
+            found = f"{len(hypers)} hypers" + ("" if enabled is None else f" and {len(enabled)} enabled")
+            raise ValueError(f"expected one entry for each of {count} segments, found {found}")
         offset = _HYPERS_AT
         for i, h in enumerate(hypers):
             flags = _DECOUPLED * h.decoupled + _MAXIMIZE * h.maximize
@@ -344,4 +350,4 @@ class AdamProgram:
                 *(h.lr, h.beta1, h.beta2, h.eps, h.weight_decay, h.grad_scale, h.step, self._kinds[i], flags),
             )
             offset += _SEGMENT.itemsize
-        _ops.adam(self._address, count)
+        return self._address, count

@@ -135,15 +135,25 @@ class NativeUpdate(UnitUpdate):
         )
 
     def run(self, part: Sequence[Param], summed: bool, hypers: Hypers, scale: float) -> None:
+        program, rows, enabled = self._rows(part, summed, hypers, scale)
+        program.run(rows, enabled)
+
+    def prepare(self, part: Sequence[Param], summed: bool, hypers: Hypers) -> tuple[int, int]:
+        """For the native worker, which brings the scale itself: the table's address and rows."""
+        program, rows, enabled = self._rows(part, summed, hypers, 1.0)
+        return program.prepare(rows, enabled)
+
+    def _rows(
+        self, part: Sequence[Param], summed: bool, hypers: Hypers, scale: float
+    ) -> tuple[hostmath.AdamProgram, list[hostmath.AdamHyper], list[bool]]:
         taking = {p.index for p in part}
         merged = len(taking) == len(self.params) and len(set(self.steps.values())) <= 1
         groups = self._runs if merged else self._single
         for p in part:
             self.steps[p.index] += 1
         enabled = [run[0].index in taking for run in groups]
-        self._program(summed, merged).run(
-            [self._hyper(run[0], hypers, scale, on) for run, on in zip(groups, enabled, strict=True)], enabled
-        )
+        rows = [self._hyper(run[0], hypers, scale, on) for run, on in zip(groups, enabled, strict=True)]
+        return self._program(summed, merged), rows, enabled
 
     def _hyper(self, p: Param, hypers: Hypers, scale: float, on: bool) -> hostmath.AdamHyper:
         h = hypers[p.group]

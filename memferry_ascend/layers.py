@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memferry_ascend.errors import FerryError
-from memferry_ascend.planner.plan import LayerPlan
+from memferry_ascend.planner.plan import LayerPlan, Mode
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -114,12 +114,18 @@ def _check(name: str, p: nn.Parameter) -> None:
 
 @dataclass(eq=False)
 class Unit:
-    """A run of layers with one decision: the granularity of transfers and of host updates."""
+    """A run of layers with one decision: the granularity of transfers and of host updates.
+
+    Layers of a few KiB that are read by DHA (norms, biases) ride in their neighbours' unit: they are updated, and
+    uselessly copied, with it, but keep being read in the arena (`aliased`).
+    """
 
     index: int
     layers: list[Layer]
     plan: LayerPlan
     params: list[Param]
+    aliased: frozenset[int] = frozenset()
+    """Parameters (by index) that are read by DHA although the unit has another mode."""
 
     @property
     def name(self) -> str:
@@ -136,6 +142,9 @@ SMALLEST_UNIT = 4 << 20
 LARGEST_UNIT = 64 << 20
 """Bytes. A copy reaches 90 % of the link from 4 MiB on; above 64 MiB a unit only delays its first layer."""
 
+TINY = 64 << 10
+"""Bytes. A DHA layer up to this size rides along: copying it takes less than starting a job for it."""
+
 
 def units(
     layers: list[Layer],
@@ -143,6 +152,7 @@ def units(
     *,
     smallest: int = SMALLEST_UNIT,
     largest: int = LARGEST_UNIT,
+    tiny: int = TINY,
     alone: frozenset[str] = frozenset(),
 ) -> list[Unit]:
     """Group consecutive layers with the same decision until a unit holds `smallest` bytes, never beyond `largest`
@@ -150,30 +160,48 @@ def units(
     layers read at distant times)."""
     out: list[Unit] = []
     run: list[Layer] = []
+    core: LayerPlan | None = None
 
-    def size(ls: list[Layer]) -> int:
-        return sum(p.nbytes for layer in ls for p in layer.params)
+    def size(layer: Layer) -> int:
+        return sum(p.nbytes for p in layer.params)
+
+    def rides(layer: Layer) -> bool:
+        return plan[layer.name].mode is Mode.DHA and size(layer) <= tiny and layer.name not in alone
+
+    def fits(layer: Layer) -> bool:
+        mine = plan[layer.name]
+        head = core or plan[run[0].name]
+        if (mine.grad, mine.update) != (head.grad, head.update):
+            return not layer.params
+        return not layer.params or rides(layer) or core is None or core.mode is mine.mode
 
     def close() -> None:
-        if run and any(layer.params for layer in run):
+        if any(layer.params for layer in run):
             params = [p for layer in run for p in layer.params]
-            out.append(Unit(len(out), list(run), plan[run[0].name], params))
+            head = core or plan[run[0].name]
+            aliased = frozenset(
+                p.index
+                for layer in run
+                if plan[layer.name].mode is Mode.DHA and head.mode is not Mode.DHA
+                for p in layer.params
+            )
+            out.append(Unit(len(out), list(run), head, params, aliased))
         run.clear()
 
     for layer in layers:
-        lp = plan[layer.name]
         if run:
-            head = plan[run[0].name]
-            same = (head.mode, head.grad, head.update) == (lp.mode, lp.grad, lp.update)
-            grown = size(run)
+            grown = sum(size(x) for x in run)
             if (
-                not same
+                not fits(layer)
                 or grown >= smallest
-                or grown + size([layer]) > largest
+                or grown + size(layer) > largest
                 or layer.name in alone
                 or run[0].name in alone
             ):
                 close()
+                core = None
+        if layer.params and not rides(layer) and core is None:
+            core = plan[layer.name]
         run.append(layer)
     close()
     return out

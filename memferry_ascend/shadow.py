@@ -21,17 +21,17 @@ import torch
 
 from memferry_ascend.arena import UnitMemory
 from memferry_ascend.backends.base import Backend, Event
+from memferry_ascend.jobs import Jobs, Upload
 from memferry_ascend.layers import Param, Unit
 from memferry_ascend.planner.plan import Mode
 from memferry_ascend.ring import Ring
-from memferry_ascend.worker import Worker
 
 
 class Resident:
     """One unit's storages and how far its latest update is."""
 
     def __init__(
-        self, unit: Unit, memory: UnitMemory, backend: Backend, worker: Worker, ring: Ring | None
+        self, unit: Unit, memory: UnitMemory, backend: Backend, jobs: Jobs, ring: Ring | None
     ) -> None:
         self.unit = unit
         self.memory = memory
@@ -42,14 +42,12 @@ class Resident:
         """Counts updates; a graph built before the latest one must not be used."""
         self.pending = False
         """An update was handed to the worker and nobody has waited for it yet."""
-        self.host_ready = True
-        """The arena holds the latest values (written by the worker, read under its condition)."""
         self.buffer: torch.Tensor | None = None
         self.uploaded: Event = backend.event()
         self.last_read: Event = backend.event()
         """On the compute stream, behind the last kernels that read this unit's device copy."""
         self._backend = backend
-        self._worker = worker
+        self._jobs = jobs
         self.ring = ring if self.mode is Mode.STREAM else None
         self._upload = backend.stream("upload")
         self._reload = backend.stream("reload")
@@ -65,7 +63,7 @@ class Resident:
         return self.memory.param.host
 
     def _rest(self, p: Param) -> torch.Tensor:
-        if self.mode is Mode.GFGB:
+        if self.mode is Mode.GFGB and p.index not in self.unit.aliased:
             assert self.buffer is not None
             return self.memory.buffer_param(self.buffer, p)
         return self.memory.device_param(p)
@@ -82,9 +80,8 @@ class Resident:
 
     # -- updates ---------------------------------------------------------------------------------------------------
     def begin_update(self) -> None:
-        """User's thread: an update is about to be handed to the worker."""
+        """User's thread: an update is about to be handed to the background."""
         self.generation += 1
-        self.host_ready = False
         self.pending = True
         self.forget()
 
@@ -94,35 +91,38 @@ class Resident:
         if self.ring is not None:
             self.ring.drop(self)
 
-    def updated(self, after: Event | None) -> None:
-        """Worker: the arena holds the new values. Starts the upload of a resident copy, behind `after` (the event on
-        the compute stream before which its old values may still be read)."""
-        if self.mode is Mode.GFGB:
-            self.upload(after)
-        self.host_ready = True
+    @property
+    def host_ready(self) -> bool:
+        """The arena holds the latest values."""
+        return self._jobs.updated(self.unit.index)
+
+    def upload_job(self, after: Event | None) -> Upload | None:
+        """The copy that brings the new values to a resident buffer, behind `after` (the event on the compute stream
+        before which its old values may still be read); None where nothing is uploaded."""
+        if self.mode is not Mode.GFGB:
+            return None
+        assert self.buffer is not None
+        return Upload(self._upload, self.buffer, self.region[: self.buffer.numel()], after, self.uploaded)
+
+    def upload(self) -> None:
+        """Arena -> buffer now (arming, edits)."""
+        job = self.upload_job(None)
+        if job is not None:
+            job.start()
+
+    def offer(self) -> None:
+        """Background: the update is done; the next forward pass may be waiting for it."""
         if self.ring is not None:
             self.ring.offer(self)
-        self._worker.notify()
-
-    def upload(self, after: Event | None) -> None:
-        """Queue arena -> buffer on the urgent stream."""
-        assert self.buffer is not None
-        if after is not None:
-            self._upload.wait(after)
-        self._upload.copy(self.buffer, self.region[: self.buffer.numel()])
-        self._upload.record(self.uploaded)
 
     def wait(self) -> None:
         """Make the latest values readable by kernels launched from now on. Cheap when nothing is pending."""
         if not self.pending:
             return
-        self._worker.wait_for(self._is_host_ready)
+        self._jobs.wait_update(self.unit.index)
         if self.mode is Mode.GFGB:
             self._backend.compute.wait(self.uploaded)
         self.pending = False
-
-    def _is_host_ready(self) -> bool:
-        return self.host_ready
 
     # -- the backward copy of DFGB ---------------------------------------------------------------------------------
     def load_for_backward(self) -> None:

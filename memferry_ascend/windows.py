@@ -44,8 +44,14 @@ class Window:
         self, module: nn.Module, reads: list[tuple[Resident, list[Param]]], hooks: SavedHooks
     ) -> None:
         self.module = module
-        self.fixed = [r for r, _ in reads if r.mode in (Mode.GFGB, Mode.DHA)]
-        self.moving = [(r, ps) for r, ps in reads if r.mode not in (Mode.GFGB, Mode.DHA)]
+        self.fixed: list[Resident] = []
+        self.moving: list[tuple[Resident, list[Param]]] = []
+        for r, params in reads:
+            moves = [p for p in params if p.index not in r.unit.aliased]
+            if r.mode in (Mode.GFGB, Mode.DHA) or not moves:
+                self.fixed.append(r)
+            else:
+                self.moving.append((r, moves))
         self._hooks = hooks
         self._open: list[tuple[list[tuple[Resident, list[Param], Slot | None]], bool]] = []
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}

@@ -1,10 +1,7 @@
 // memferry_ascend._ops. Addresses come in as integers: Python has checked the tensors behind them and keeps them alive.
-#include <pybind11/pybind11.h>
+#include "bind.h"
 
-#include <new>
 #include <string>
-#include <system_error>
-#include <type_traits>
 
 #include "hostmath.h"
 #include "pool.h"
@@ -17,30 +14,6 @@ namespace {
 template <class T>
 T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
-}
-
-// Calls f without the interpreter lock. Unlike py::gil_scoped_release this takes the lock back outside of a destructor:
-// while the interpreter goes down, a daemon thread that asks for the lock is ended by unwinding its stack (CPython up to
-// 3.13), and unwinding out of a destructor would abort the whole process.
-template <class F>
-auto unlocked(F f) {
-    PyThreadState* const state = PyEval_SaveThread();
-    try {
-        if constexpr (std::is_void_v<decltype(f())>) {
-            f();
-        } else {
-            auto result = f();
-            PyEval_RestoreThread(state);
-            return result;
-        }
-    } catch (const std::system_error&) {  // the pool could not start a thread: nothing has run
-        PyEval_RestoreThread(state);
-        throw;
-    } catch (const std::bad_alloc&) {
-        PyEval_RestoreThread(state);
-        throw;
-    }
-    PyEval_RestoreThread(state);
 }
 
 void bind_hostmath(py::module_& m) {
@@ -84,6 +57,7 @@ void bind_hostmath(py::module_& m) {
 }  // namespace
 
 PYBIND11_MODULE(_ops, m) {
-    m.doc() = "Host arithmetic of memferry_ascend, without a torch, CUDA or CANN header.";
+    m.doc() = "Host arithmetic and transfer queues of memferry_ascend, without a torch, CUDA or CANN header.";
     bind_hostmath(m);
+    bind_pipeline(m);
 }

@@ -21,6 +21,7 @@ import memferry_ascend as mf
 from memferry_ascend import engine as engine_module
 from memferry_ascend import layers as layers_module
 from memferry_ascend import runtime
+from memferry_ascend.jobs import NativeJobs
 from memferry_ascend.planner import LayerPlan, Mode, Plan
 from memferry_ascend.ring import Ring, Slot
 
@@ -183,7 +184,7 @@ def small_units(nbytes: int = 1500) -> Iterator[None]:
     before = layers_module.units
 
     def tiny(*args: Any, **kwargs: Any) -> Any:
-        return before(*args, **{"smallest": nbytes, "largest": 4 * nbytes, **kwargs})
+        return before(*args, **{"smallest": nbytes, "largest": 4 * nbytes, "tiny": nbytes // 10, **kwargs})
 
     engine_module.units = tiny
     try:
@@ -214,6 +215,8 @@ def train(
     with small_units(unit_bytes):
         engine = mf.ferry(model, opt, config=config, plan=plan)
     rt.backend.disturb = disturb
+    if disturb is not None and isinstance(engine._jobs, NativeJobs):
+        engine._jobs.worker.delay(0.003, 7)  # the native worker has no hand-over points of its own in Python
     losses = []
     try:
         data = batches(steps * micro, device=rt.backend.device)

@@ -20,6 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -79,6 +80,9 @@ class Capabilities:
 class Event(ABC):
     """A point in a stream; may be recorded again once nobody waits for the earlier recording on the host."""
 
+    handle: int = 0
+    """The runtime's own event, for native code; 0 where there is none."""
+
     @abstractmethod
     def synchronize(self) -> None:
         """Block the calling thread, without the interpreter lock, until the last recording has been reached."""
@@ -96,6 +100,8 @@ class Stream(ABC):
     """A named, in-order queue of copies."""
 
     name: str
+    handle: int = 0
+    """The runtime's own stream, for native code; 0 where there is none."""
 
     @abstractmethod
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -114,6 +120,16 @@ class Stream(ABC):
         """Queue several copies; a family overrides it where one call is cheaper than many."""
         for dst, src in pairs:
             self.copy(dst, src)
+
+    def copy_behind(
+        self, compute: Compute, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], ready: Event, done: Event
+    ) -> None:
+        """Queue copies behind what the compute stream has now: record `ready` there, wait for it, copy, record `done`.
+        One call for a whole unit's gradients: a family overrides it where that saves launch time."""
+        compute.record(ready)
+        self.wait(ready)
+        self.copy_many(pairs)
+        self.record(done)
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -197,6 +213,10 @@ class Backend(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Block until the device and every stream are idle; raises what a copy raised."""
+
+    def driver(self) -> Any:
+        """The family's runtime for native code (`_ops.Driver`), or None: jobs then run on a Python thread."""
+        return None
 
     # -- what it can do --------------------------------------------------------------------------------------------
     @abstractmethod

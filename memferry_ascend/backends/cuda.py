@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -31,6 +32,15 @@ from memferry_ascend.errors import FerryError
 _PORTABLE, _MAPPED = 1, 2
 
 
+def _load_driver(index: int) -> Any:
+    """The CUDA runtime for native code, or None when the extension was not built."""
+    try:
+        from memferry_ascend import _ops  # type: ignore[attr-defined]
+    except ImportError:
+        return None
+    return _ops.Driver("cuda", "", index)
+
+
 class _DeviceView:
     """What torch needs to know to make a tensor of mapped host memory."""
 
@@ -49,6 +59,8 @@ class CudaEvent(Event):
 
     def __init__(self, timing: bool) -> None:
         self.event = torch.cuda.Event(enable_timing=timing, blocking=True)
+        self.event.record()  # torch creates the runtime's event at the first recording
+        self.handle = self.event.cuda_event
 
     def synchronize(self) -> None:
         self.event.synchronize()
@@ -67,17 +79,48 @@ class CudaStream(Stream):
         self._backend = backend
         # High priority: an urgent upload is what the next kernel waits for.
         self.stream = torch.cuda.Stream(backend.device, priority=-1)
+        self.handle = self.stream.cuda_stream
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         self.copy_many(((dst, src),))
 
     def copy_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        driver = self._backend.driver()
+        if driver is not None and self._backend.disturb is None:
+            driver.batch(*self._rows(pairs), self.handle, 0, 0, 0)
+            return
         with torch.cuda.stream(self.stream), torch.no_grad():
             self._backend._at(f"copy:{self.name}")
             for dst, src in pairs:
                 self._backend.check_registered(dst)
                 self._backend.check_registered(src)
                 dst.copy_(src, non_blocking=True)
+
+    def copy_behind(
+        self, compute: Compute, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], ready: Event, done: Event
+    ) -> None:
+        driver = self._backend.driver()
+        if driver is None or self._backend.disturb is not None:
+            super().copy_behind(compute, pairs, ready, done)
+            return
+        now = torch._C._cuda_getCurrentRawStream(self._backend.device.index)
+        driver.batch(*self._rows(pairs), self.handle, now, ready.handle, done.handle)
+
+    def _rows(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> tuple[list[tuple[int, int, int]], int]:
+        """(destination, source, bytes) of each copy, and the direction they share."""
+        rows = []
+        for dst, src in pairs:
+            if dst.nbytes != src.nbytes or not (dst.is_contiguous() and src.is_contiguous()):
+                raise FerryError(
+                    f"copy: expected contiguous tensors of equal size, got {dst.nbytes} <- {src.nbytes} bytes"
+                )
+            rows.append((dst.data_ptr(), src.data_ptr(), dst.nbytes))
+            self._backend.check_registered(dst)
+            self._backend.check_registered(src)
+        dst, src = pairs[0]
+        return rows, 1 if not src.is_cuda else 3 if dst.is_cuda else 2
 
     def record(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
@@ -94,16 +137,23 @@ class CudaStream(Stream):
 class CudaCompute(Compute):
     """torch's current stream of the calling thread."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, driver: Any) -> None:
         self._device = device
+        self._driver = driver
 
     def record(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
-        event.event.record(torch.cuda.current_stream(self._device))
+        if self._driver is not None:
+            self._driver.record(event.handle, torch._C._cuda_getCurrentRawStream(self._device.index))
+        else:
+            event.event.record(torch.cuda.current_stream(self._device))
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
-        torch.cuda.current_stream(self._device).wait_event(event.event)
+        if self._driver is not None:
+            self._driver.wait(torch._C._cuda_getCurrentRawStream(self._device.index), event.handle)
+        else:
+            torch.cuda.current_stream(self._device).wait_event(event.event)
 
     def synchronize(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
@@ -129,10 +179,14 @@ class CudaBackend(Backend):
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
         torch.cuda.init()
-        self.compute = CudaCompute(self.device)
+        self._driver = _load_driver(index)
+        self.compute = CudaCompute(self.device, self._driver)
         self._lock = threading.Lock()
         self._starts: list[int] = []
         self._ends: list[int] = []
+
+    def driver(self) -> Any:
+        return self._driver
 
     # -- memory ----------------------------------------------------------------------------------------------------
     def alloc_host(self, nbytes: int, *, mapped: bool) -> HostSlab:

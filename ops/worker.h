@@ -1,0 +1,100 @@
+// The native worker: one thread that runs host updates, first needed first, and never touches the interpreter.
+//
+// A job waits for events, computes on the pool, may start an upload, and completes its slot. Slots are how Python waits:
+// each has a number of jobs handed over and a number completed.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <queue>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "driver.h"
+#include "hostmath.h"
+
+namespace memferry {
+
+struct Fold {  // acc = grad, or acc += grad
+    uint64_t acc, grad;
+    int64_t numel;
+    uint32_t bf16, first;
+};
+
+struct Piece {  // a gradient whose squares are summed; `index` orders parameters
+    uint64_t grad;
+    int64_t numel;
+    int64_t index;
+    uint64_t bf16;
+};
+
+// What one step's updates multiply their gradients by; written by its norm job before any of them runs.
+struct Scale {
+    double value = 1.0, norm = -1.0;
+};
+
+struct Upload {
+    Copy copy{0, 0, 0};
+    uint64_t stream = 0, after = 0, done = 0;
+};
+
+struct Job {
+    int64_t priority = 0, sequence = 0, slot = 0;
+    std::vector<uint64_t> waits;
+    std::vector<AdamSegment> segments;
+    std::vector<Fold> folds;
+    std::vector<Piece> pieces;
+    double limit = 0.0;  // of a norm job
+    std::shared_ptr<Scale> scale;
+    Upload upload;
+};
+
+struct Interval {  // CLOCK_MONOTONIC seconds
+    int64_t slot;
+    int kind;  // 0 update, 1 fold, 2 norm
+    double begin, end;
+};
+
+class Worker {
+public:
+    Worker(std::shared_ptr<Driver> driver, int slots);
+    ~Worker() { close(); }
+
+    void submit(Job job);
+    void wait(int64_t slot);  // until everything handed over to the slot is complete; throws what a job threw
+    bool done(int64_t slot);
+    void drain();
+    std::string error();
+    void close();  // finishes queued jobs, or drops them after an error, and joins the thread
+
+    void delay(double most, uint64_t seed);  // sleep up to `most` seconds before each job (tests)
+    void record(bool on);
+    std::vector<Interval> take_intervals();
+
+private:
+    void work();
+    void run(Job& job);
+    struct Later {
+        bool operator()(const Job& a, const Job& b) const {
+            return a.priority != b.priority ? a.priority > b.priority : a.sequence > b.sequence;
+        }
+    };
+
+    std::shared_ptr<Driver> driver_;
+    std::mutex mutex_;
+    std::condition_variable wake_, progress_;
+    std::priority_queue<Job, std::vector<Job>, Later> jobs_;
+    std::vector<int64_t> submitted_, completed_;
+    int64_t sequence_ = 0;
+    bool running_ = false, closing_ = false, record_ = false;
+    std::string error_;
+    std::vector<Interval> intervals_;
+    double delay_ = 0.0;
+    uint64_t random_ = 0;
+    std::thread thread_;
+};
+
+}  // namespace memferry
