@@ -148,7 +148,10 @@ class Engine:
         self._tracer: ReadTracer | None = None
         self._traced = False
         self._learned: ReadTracer | None = None
-        self._step_event = backend.event()
+        # Two, used in turn: jobs of the step before may still wait for the other.
+        self._step_events = (backend.event(), backend.event())
+        self._step_tickets: list[list[tuple[int, int]]] = [[], []]
+        self._steps = 0
         self._updating: list[UnitGrads] = []
         self._guard = ReadGuard(self._wait_parameter, self._is_pending)
         self.optimizer = FerryOptimizer(optimizer, self)
@@ -260,11 +263,18 @@ class Engine:
             )
         if self.config.update == "backward":
             self._check_counts(parts)
-        self._backend.compute.record(self._step_event)
+        turn = self._steps % 2
+        self._steps += 1
+        for unit, ticket in self._step_tickets[turn]:
+            self._jobs.wait_ticket(unit, ticket)
+        self._backend.compute.record(self._step_events[turn])
         hypers = snapshot(self.optimizer.param_groups)
-        scale = self._clipper.begin(parts, self._step_event)
+        scale = self._clipper.begin(parts, self._step_events[turn])
         for ug, part in parts:
-            self._hand_over(ug, part, hypers, scale, self._step_event)
+            self._hand_over(ug, part, hypers, scale, self._step_events[turn])
+        self._step_tickets[turn] = [
+            (ug.resident.unit.index, self._jobs.ticket(ug.resident.unit.index)) for ug, _ in parts
+        ]
         stepped = [s for ug in early for s in ug.states] + [s for _, part in parts for s in part]
         torch.autograd.graph.increment_version([s.p.param for s in stepped])
         self._gradients.consumed(stepped)
@@ -304,6 +314,7 @@ class Engine:
             resident.upload_job(after if after is not None else ug.downloaded),
             resident.offer,
         )
+        ug.tickets[ug.turn] = self._jobs.ticket(resident.unit.index)
 
     def _zero_grad(self, set_to_none: bool) -> None:
         self._check_open()

@@ -48,9 +48,23 @@ class UnitGrads:
 
     resident: Resident
     states: list[GradState]
-    downloaded: Event
-    ready: Event
+    events: tuple[tuple[Event, Event], tuple[Event, Event]]
+    """Two pairs (ready, downloaded), used in turn: the launching thread may be an iteration ahead of the job that
+    still waits for the other pair."""
+    turn: int = 0
+    tickets: list[int] = field(default_factory=lambda: [0, 0])
+    """The update that waits for each pair."""
     staged: list[tuple[GradState, torch.Tensor]] = field(default_factory=list)
+
+    @property
+    def ready(self) -> Event:
+        """On the compute stream, behind the last gradient that was taken."""
+        return self.events[self.turn][0]
+
+    @property
+    def downloaded(self) -> Event:
+        """Behind the latest download."""
+        return self.events[self.turn][1]
 
     @property
     def memory(self) -> UnitMemory:
@@ -83,7 +97,7 @@ class Gradients:
         self.publishes = publish
         self._final = final
         self._window = window
-        self._in_flight: deque[tuple[UnitGrads, list[torch.Tensor], int]] = deque()
+        self._in_flight: deque[tuple[Event, list[torch.Tensor], int]] = deque()
         self._in_flight_bytes = 0
         self._download = backend.stream("download")
         self._callback_queued = False
@@ -99,7 +113,8 @@ class Gradients:
             states = [GradState(p) for p in r.unit.params if p.trainable]
             if not states:
                 continue
-            ug = UnitGrads(r, states, backend.event(), backend.event())
+            pair = (backend.event(), backend.event()), (backend.event(), backend.event())
+            ug = UnitGrads(r, states, pair)
             self.units.append(ug)
             for s in states:
                 self.by_param[s.p.index] = s
@@ -181,12 +196,13 @@ class Gradients:
             self._start_summing()
             unfolded = [s for s in again if s.folded < s.arrivals]
             if unfolded:
-                self._backend.compute.record(
-                    ug.ready
-                )  # kernels of the user's may have changed what was published
+                # Kernels of the user's may have changed what was published.
+                self._next_pair(ug)
+                self._backend.compute.record(ug.ready)
                 self._fold(ug, unfolded, ug.ready)
         if self.summing:
             self._jobs.wait_folds(ug.resident.unit.index)  # the copy below overwrites what a fold reads
+        self._next_pair(ug)
         pairs = []
         nbytes = 0
         for s, grad in staged:
@@ -198,7 +214,7 @@ class Gradients:
             pairs.append((dst, grad.contiguous()))
             nbytes += dst.nbytes
         self._download.copy_behind(self._backend.compute, pairs, ug.ready, ug.downloaded)
-        self._in_flight.append((ug, [g for _, g in pairs], nbytes))
+        self._in_flight.append((ug.downloaded, [g for _, g in pairs], nbytes))
         self._in_flight_bytes += nbytes
         for s, _ in staged:
             s.arrivals += 1
@@ -210,10 +226,15 @@ class Gradients:
         while self._in_flight_bytes > self._window and len(self._in_flight) > 1:
             self._let_go()
 
+    def _next_pair(self, ug: UnitGrads) -> None:
+        """Use the other pair of events; an update that waits for it is older than the one before."""
+        ug.turn ^= 1
+        self._jobs.wait_ticket(ug.resident.unit.index, ug.tickets[ug.turn])
+
     def _let_go(self) -> None:
         """Make the compute stream wait for the oldest download, then drop its device tensors."""
-        ug, tensors, nbytes = self._in_flight.popleft()
-        self._backend.compute.wait(ug.downloaded)
+        downloaded, tensors, nbytes = self._in_flight.popleft()
+        self._backend.compute.wait(downloaded)
         self._in_flight_bytes -= nbytes
         tensors.clear()
 
@@ -223,7 +244,9 @@ class Gradients:
         for s in states:
             items.append((ug.memory.host_state("acc", s.p), ug.memory.host_grad(s.p).view(-1), s.folded == 0))
             s.folded += 1
-        waits = [ug.downloaded] if after is None else [ug.downloaded, after]
+        waits = [downloaded for _, downloaded in ug.events]
+        if after is not None:
+            waits.append(after)
         self._jobs.fold(ug.resident.unit.index, waits, items)
 
     def _start_summing(self) -> None:

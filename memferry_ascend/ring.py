@@ -155,6 +155,7 @@ class Ring:
         slot.unit = unit
         self._by_unit[id(unit)] = slot
         nbytes = unit.memory.layout.nbytes
+        unit.hold(stream)
         stream.wait(slot.read)
         stream.wait(slot.loaded)  # an unread prefetch on the other stream may still be writing
         stream.copy(slot.bytes[:nbytes], unit.region[:nbytes])
@@ -171,5 +172,5 @@ class Ring:
             if 0 <= i < len(self.units)
         ]
         for ahead in window[1:]:
-            if id(ahead) not in self._by_unit and ahead.host_ready:
+            if id(ahead) not in self._by_unit and ahead.loadable():
                 self._load(ahead, self._patient, keep=tuple(window))

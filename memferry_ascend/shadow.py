@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 
 from memferry_ascend.arena import UnitMemory
-from memferry_ascend.backends.base import Backend, Event
+from memferry_ascend.backends.base import Backend, Event, Stream
 from memferry_ascend.jobs import Jobs, Upload
 from memferry_ascend.layers import Param, Unit
 from memferry_ascend.planner.plan import Mode
@@ -91,6 +91,15 @@ class Resident:
         if self.ring is not None:
             self.ring.drop(self)
 
+    def loadable(self) -> bool:
+        """A copy from the arena may be queued without blocking the calling thread."""
+        return self._jobs.device_waits or self.host_ready
+
+    def hold(self, stream: Stream) -> None:
+        """Copies queued on `stream` from now on see the latest values."""
+        if not self.host_ready:
+            self._jobs.hold(self.unit.index, stream)
+
     @property
     def host_ready(self) -> bool:
         """The arena holds the latest values."""
@@ -119,8 +128,8 @@ class Resident:
         """Make the latest values readable by kernels launched from now on. Cheap when nothing is pending."""
         if not self.pending:
             return
-        self._jobs.wait_update(self.unit.index)
-        if self.mode is Mode.GFGB:
+        covered = self._jobs.hold(self.unit.index, self._backend.compute)
+        if self.mode is Mode.GFGB and not covered:
             self._backend.compute.wait(self.uploaded)
         self.pending = False
 

@@ -28,6 +28,9 @@ void bind_pipeline(py::module_& m) {
         .def("bind_thread", &Driver::bind_thread)
         .def("record", &Driver::record)
         .def("wait", &Driver::wait)
+        .def("has_values", &Driver::has_values)
+        .def("wait_value", &Driver::wait_value)
+        .def("write_value", &Driver::write_value)
         .def("synchronize", [](const Driver& d, uint64_t event) { unlocked([&] { d.synchronize(event); }); })
         .def("copy",
              [](const Driver& d, uint64_t dst, uint64_t src, uint64_t nbytes, int direction, uint64_t stream) {
@@ -53,7 +56,7 @@ void bind_pipeline(py::module_& m) {
         .def(py::init<std::shared_ptr<Driver>, int>())
         .def("update",
              [](Worker& w, int64_t slot, int64_t priority, std::vector<uint64_t> waits, uintptr_t segments, size_t count,
-                std::shared_ptr<Scale> scale, std::array<uint64_t, 6> upload) {
+                std::shared_ptr<Scale> scale, std::array<uint64_t, 6> upload, std::array<uint64_t, 3> flag) {
                  Job job;
                  job.slot = slot;
                  job.priority = priority;
@@ -61,6 +64,7 @@ void bind_pipeline(py::module_& m) {
                  job.segments = rows<AdamSegment>(segments, count);
                  job.scale = std::move(scale);
                  job.upload = {{upload[0], upload[1], upload[2]}, upload[3], upload[4], upload[5]};
+                 job.flag = {flag[0], flag[1], static_cast<uint32_t>(flag[2])};
                  w.submit(std::move(job));
              })
         .def("fold",
@@ -85,6 +89,9 @@ void bind_pipeline(py::module_& m) {
                  w.submit(std::move(job));
              })
         .def("wait", [](Worker& w, int64_t slot) { unlocked([&] { w.wait(slot); }); })
+        .def("wait_count",
+             [](Worker& w, int64_t slot, int64_t count) { unlocked([&] { w.wait_count(slot, count); }); })
+        .def("submitted", &Worker::submitted)
         .def("done", &Worker::done)
         .def("drain", [](Worker& w) { unlocked([&] { w.drain(); }); })
         .def("error", &Worker::error)

@@ -55,6 +55,11 @@ Driver::Driver(const std::string& family, const std::string& library, int device
         find(handle, "cudaEventRecord", event_record_);
         find(handle, "cudaStreamWaitEvent", cuda_wait_);
         find(handle, "cudaMemcpyAsync", cuda_copy_);
+        void* low = library.empty() ? dlopen("libcuda.so.1", RTLD_NOW) : handle;
+        if (low) {
+            wait_value_ = reinterpret_cast<decltype(wait_value_)>(dlsym(low, "cuStreamWaitValue32_v2"));
+            write_value_ = reinterpret_cast<decltype(write_value_)>(dlsym(low, "cuStreamWriteValue32_v2"));
+        }
     }
 }
 
@@ -70,6 +75,14 @@ void Driver::record(uint64_t event, uint64_t stream) const { check(event_record_
 
 void Driver::wait(uint64_t stream, uint64_t event) const {
     check(ascend_ ? acl_wait_(p(stream), p(event)) : cuda_wait_(p(stream), p(event), 0), "StreamWaitEvent");
+}
+
+void Driver::wait_value(uint64_t stream, uint64_t address, uint32_t value) const {
+    check(wait_value_(p(stream), address, value, 0), "StreamWaitValue32");
+}
+
+void Driver::write_value(uint64_t stream, uint64_t address, uint32_t value) const {
+    check(write_value_(p(stream), address, value, 0), "StreamWriteValue32");
 }
 
 void Driver::copy(const Copy& c, Direction direction, uint64_t stream) const {

@@ -27,6 +27,12 @@ public:
     void wait(uint64_t stream, uint64_t event) const;
     void copy(const Copy& c, Direction direction, uint64_t stream) const;
 
+    // Waiting for and writing a 32-bit word of mapped memory in stream order: how the device waits for the host without
+    // the launching thread having to. Not every family or driver offers it.
+    bool has_values() const { return wait_value_ && write_value_; }
+    void wait_value(uint64_t stream, uint64_t address, uint32_t value) const;  // until int32(word - value) >= 0
+    void write_value(uint64_t stream, uint64_t address, uint32_t value) const;
+
     const std::string& library() const { return library_; }
 
 private:
@@ -42,6 +48,8 @@ private:
     int (*acl_wait_)(void*, void*) = nullptr;
     int (*cuda_copy_)(void*, const void*, size_t, int, void*) = nullptr;
     int (*acl_copy_)(void*, size_t, const void*, size_t, int, void*) = nullptr;
+    int (*wait_value_)(void*, uint64_t, uint32_t, unsigned) = nullptr;
+    int (*write_value_)(void*, uint64_t, uint32_t, unsigned) = nullptr;
 };
 
 }  // namespace memferry

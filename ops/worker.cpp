@@ -68,10 +68,21 @@ void Worker::run(Job& job) {
         driver_->copy(u.copy, Direction::HostToDevice, u.stream);
         driver_->record(u.done, u.stream);
     }
+    raise_flag(job, false);
     if (record_) {
         std::lock_guard<std::mutex> lock(mutex_);
         intervals_.push_back({job.slot, job.pieces.empty() ? (job.folds.empty() ? 0 : 1) : 2, begin, now()});
     }
+}
+
+// The device may be waiting for this job: it must be let go also when the job failed. It then computes with old values
+// and the user's next call raises; a device that waits for ever would take the machine with it.
+void Worker::raise_flag(const Job& job, bool failed) {
+    if (!job.flag.host) return;
+    if (job.upload.stream && !failed)
+        driver_->write_value(job.upload.stream, job.flag.device, job.flag.value);
+    else
+        __atomic_store_n(reinterpret_cast<uint32_t*>(job.flag.host), job.flag.value, __ATOMIC_RELEASE);
 }
 
 void Worker::work() {
@@ -81,7 +92,7 @@ void Worker::work() {
         {
             std::unique_lock<std::mutex> lock(mutex_);
             wake_.wait(lock, [this] { return closing_ || !jobs_.empty(); });
-            if (jobs_.empty() || (closing_ && !error_.empty())) return;
+            if (jobs_.empty()) return;
             job = jobs_.top();
             jobs_.pop();
             running_ = true;
@@ -90,9 +101,13 @@ void Worker::work() {
         try {
             if (!bound) driver_->bind_thread();
             bound = true;
-            if (error().empty()) run(job);
+            if (error().empty())
+                run(job);
+            else
+                raise_flag(job, true);
         } catch (const std::exception& e) {
             failed = e.what();
+            raise_flag(job, true);
         }
         {
             std::lock_guard<std::mutex> lock(mutex_);
@@ -104,10 +119,17 @@ void Worker::work() {
     }
 }
 
-void Worker::wait(int64_t slot) {
+void Worker::wait_count(int64_t slot, int64_t count) {
     std::unique_lock<std::mutex> lock(mutex_);
-    progress_.wait(lock, [&] { return !error_.empty() || completed_.at(slot) >= submitted_.at(slot); });
+    progress_.wait(lock, [&] { return !error_.empty() || completed_.at(slot) >= count; });
     if (!error_.empty()) throw std::runtime_error(error_);
+}
+
+void Worker::wait(int64_t slot) { wait_count(slot, submitted(slot)); }
+
+int64_t Worker::submitted(int64_t slot) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return submitted_.at(slot);
 }
 
 bool Worker::done(int64_t slot) {

@@ -41,6 +41,12 @@ struct Upload {
     uint64_t stream = 0, after = 0, done = 0;
 };
 
+// A word of mapped memory that says how many updates of a unit are complete, for streams to wait on.
+struct Flag {
+    uint64_t host = 0, device = 0;
+    uint32_t value = 0;
+};
+
 struct Job {
     int64_t priority = 0, sequence = 0, slot = 0;
     std::vector<uint64_t> waits;
@@ -50,6 +56,7 @@ struct Job {
     double limit = 0.0;  // of a norm job
     std::shared_ptr<Scale> scale;
     Upload upload;
+    Flag flag;
 };
 
 struct Interval {  // CLOCK_MONOTONIC seconds
@@ -65,6 +72,8 @@ public:
 
     void submit(Job job);
     void wait(int64_t slot);  // until everything handed over to the slot is complete; throws what a job threw
+    void wait_count(int64_t slot, int64_t count);  // until `count` jobs of the slot are complete
+    int64_t submitted(int64_t slot);
     bool done(int64_t slot);
     void drain();
     std::string error();
@@ -77,6 +86,7 @@ public:
 private:
     void work();
     void run(Job& job);
+    void raise_flag(const Job& job, bool failed);
     struct Later {
         bool operator()(const Job& a, const Job& b) const {
             return a.priority != b.priority ? a.priority > b.priority : a.sequence > b.sequence;

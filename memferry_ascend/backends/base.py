@@ -116,6 +116,11 @@ class Stream(ABC):
     def wait(self, event: Event) -> None:
         """Everything queued from now on runs after the event's latest recording."""
 
+    def wait_word(self, address: int, value: int) -> None:
+        """Everything queued from now on runs once the 32-bit word at `address` (mapped memory) has reached `value`.
+        Only for backends whose driver says `has_values`."""
+        raise NotSupported("this device cannot wait for a word of host memory")
+
     def copy_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Queue several copies; a family overrides it where one call is cheaper than many."""
         for dst, src in pairs:
@@ -145,6 +150,10 @@ class Compute(ABC):
     @abstractmethod
     def wait(self, event: Event) -> None: ...
 
+    def wait_word(self, address: int, value: int) -> None:
+        """As `Stream.wait_word`."""
+        raise NotSupported("this device cannot wait for a word of host memory")
+
     @abstractmethod
     def synchronize(self) -> None: ...
 
@@ -160,6 +169,8 @@ class Backend(ABC):
     device: torch.device
     compute: Compute
     disturb: Disturb | None = None
+    device_waits: bool = False
+    """Streams can wait for a word of mapped host memory (`wait_word`)."""
 
     def __init__(self) -> None:
         self._streams: dict[str, Stream] = {}

@@ -96,6 +96,9 @@ class CudaStream(Stream):
                 self._backend.check_registered(src)
                 dst.copy_(src, non_blocking=True)
 
+    def wait_word(self, address: int, value: int) -> None:
+        self._backend.driver().wait_value(self.handle, address, value)
+
     def copy_behind(
         self, compute: Compute, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], ready: Event, done: Event
     ) -> None:
@@ -155,6 +158,9 @@ class CudaCompute(Compute):
         else:
             torch.cuda.current_stream(self._device).wait_event(event.event)
 
+    def wait_word(self, address: int, value: int) -> None:
+        self._driver.wait_value(torch._C._cuda_getCurrentRawStream(self._device.index), address, value)
+
     def synchronize(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
 
@@ -184,6 +190,25 @@ class CudaBackend(Backend):
         self._lock = threading.Lock()
         self._starts: list[int] = []
         self._ends: list[int] = []
+        self.device_waits = self._can_wait()
+
+    def _can_wait(self) -> bool:
+        """Try it: a word written and awaited in stream order."""
+        if self._driver is None or not self._driver.has_values():
+            return False
+        slab = self.alloc_host(4096, mapped=True)
+        assert slab.device is not None
+        word = slab.host[:4].view(torch.int32)
+        stream = torch.cuda.Stream(self.device)
+        try:
+            self._driver.write_value(stream.cuda_stream, slab.device.data_ptr(), 7)
+            self._driver.wait_value(stream.cuda_stream, slab.device.data_ptr(), 7)
+            stream.synchronize()
+            return int(word) == 7
+        except RuntimeError:
+            return False
+        finally:
+            self.free_host(slab)
 
     def driver(self) -> Any:
         return self._driver
