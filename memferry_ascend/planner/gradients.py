@@ -9,7 +9,6 @@ from fractions import Fraction
 from memferry_ascend.planner.backward import plan_backward
 from memferry_ascend.planner.forward import plan_forward
 from memferry_ascend.planner.knapsack import pack
-from memferry_ascend.planner.memory import is_tied
 from memferry_ascend.planner.plan import Grad, Plan, Update
 from memferry_ascend.planner.profile import Profile
 
@@ -41,7 +40,7 @@ def plan_gradients(profile: Profile, reserve: float, plan: Plan | None = None) -
     ]
     sizes = [own if x else 0 for own, x in zip(profile.own_bytes, offloadable, strict=True)]
     direct = [
-        x and layer.direct_usable and not is_tied(profile, i)
+        x and layer.direct_usable and not profile.tied[i]
         for i, (layer, x) in enumerate(zip(profile.layers, offloadable, strict=True))
     ]
     gains = [

@@ -236,6 +236,11 @@ class Profile:
             found[owner].append(position)
         return tuple(tuple(x) for x in found)
 
+    @cached_property
+    def tied(self) -> tuple[bool, ...]:
+        """Per layer, whether it reads or owns a parameter that several layers read."""
+        return tuple(o != i or len(self.readers[i]) > 1 for i, o in enumerate(self.owners))
+
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict. Infinite times become the string "inf", because JSON has no infinity."""
         return {

@@ -12,16 +12,24 @@ from memferry_ascend.planner.backward import plan_backward
 from memferry_ascend.planner.estimate import Estimate
 from memferry_ascend.planner.forward import plan_forward
 from memferry_ascend.planner.iteration import UPDATES, check_decisions
-from memferry_ascend.planner.memory import SLOTS, STATE_BYTES, Decision, decisions, device_bytes, host_bytes
-from memferry_ascend.planner.moves import Choices, blocks, neighbours, overlay, pairs, subsets
+from memferry_ascend.planner.memory import (
+    SLOTS,
+    STAGED,
+    STATE_BYTES,
+    Decision,
+    decisions,
+    device_bytes,
+    host_bytes,
+)
+from memferry_ascend.planner.moves import Block, Choices, blocks, neighbours, overlay, pairs, subsets
 from memferry_ascend.planner.plan import Grad, LayerPlan, Mode, Plan, Update
 from memferry_ascend.planner.profile import Profile
 from memferry_ascend.planner.reasons import reasons
 from memferry_ascend.planner.simulator import period
 
 # Work allowed, in layers times evaluations: a plan depends on the profile, not on the machine's speed.
-ESTIMATE_WORK = 320_000
-SIMULATE_WORK = {"step": 14_000, "backward": 7_000}
+ESTIMATE_WORK = 800_000
+SIMULATE_WORK = {"step": 14_000, "backward": 6_000}
 SMALL = 8  # up to so many layers, any two may change together, and any subset alike
 
 
@@ -74,6 +82,7 @@ class _Search:
         self.best_period, self.best_bytes = float("inf"), 0
 
     def bytes(self, chosen: Sequence[Decision]) -> int:
+        self.estimates_left -= 1  # it takes about as long
         return device_bytes(
             self.profile, chosen, slots=self.slots, accumulate=self.accumulate, state_bytes=self.state_bytes
         ).total
@@ -117,46 +126,55 @@ class _Search:
             self.offer(paper)
         for i in ranked[:3]:
             self.offer(starts[i])
-        small = len(self.profile.layers) <= SMALL
-        shapes = subsets(len(self.profile.layers)) if small else blocks(self.profile)
-        if not small:
+        if len(self.profile.layers) <= SMALL:
+            shapes = subsets(len(self.profile.layers))
+            while self.simulations_left > 0:
+                here = self.best
+                alike = (new for _, _, new in neighbours(self.choices, here, shapes))
+                if not self.confirm(chain(pairs(self.choices, here), alike)):
+                    break
+        else:
+            shapes = blocks(self.profile)
             for i in ranked[:2]:
-                self.offer(self.climb(starts[i], shapes, self.estimates_left // 2))
-        while self.simulations_left > 0:
-            before = self.best
-            moves = neighbours(self.choices, before, shapes)
-            if not self.confirm(chain(pairs(self.choices, before), moves) if small else moves):
-                break
+                self.offer(self.climb(starts[i], shapes, self.estimates_left // 3))
+            while self.simulations_left > 0 and self.confirm_blocks(shapes):
+                pass
         return self
 
     def smallest(self) -> list[Decision]:
         """The plan with the fewest device bytes: what is larger than a ring slot, or than half the staging
         room, goes
-        another way; both limits are tried at every layer size."""
+        another way, DHA where usable. Both limits are tried at every layer size."""
         profile, count = self.profile, len(self.profile.layers)
-        sizes = sorted({0, *(x.bytes for x in profile.layers), *profile.own_bytes})
+        modes = [{x[0] for x in options} for options in self.choices.options]
+        grads = [{x[1] for x in options if x[2] is Update.HOST} for options in self.choices.options]
 
-        def by_mode(limit: int) -> list[Mode]:
-            found = []
-            for i, layer in enumerate(profile.layers):
-                modes = {x[0] for x in self.choices.options[i]}
-                streams = layer.bytes <= limit or (Mode.DHA not in modes and profile.own_bytes[i] <= limit)
-                found.append(Mode.DHA if Mode.DHA in modes else Mode.STREAM if streams else Mode.GFGB)
-            return found
+        def limit_of(sizes: Sequence[int], room: int) -> int:
+            """The size up to which layers share `room` times the largest, the larger ones staying whole."""
+            ordered = sorted(sizes)
+            whole, best = sum(ordered), (sum(ordered), 0)
+            for size in ordered:
+                whole -= size
+                best = min(best, (whole + room * size, size))
+            return best[1]
 
-        def by_grad(limit: int, i: int) -> Grad:
-            grads = {x[1] for x in self.choices.options[i] if x[2] is Update.HOST}
-            if Grad.DIRECT in grads:
-                return Grad.DIRECT
-            return Grad.STAGE if profile.own_bytes[i] <= limit or Grad.KEEP not in grads else Grad.KEEP
-
-        grad_limit = min(
-            sizes,
-            key=lambda limit: self.bytes([(Mode.GFGB, by_grad(limit, i), Update.HOST) for i in range(count)]),
+        ring = limit_of(
+            [x.bytes for x, m in zip(profile.layers, modes, strict=True) if Mode.DHA not in m], self.slots
         )
-        grads = [by_grad(grad_limit, i) for i in range(count)]
-        plans = [list(zip(by_mode(limit), grads, [Update.HOST] * count, strict=True)) for limit in sizes]
-        best = min(plans, key=self.bytes)
+        staging = limit_of(
+            [
+                own
+                for own, g in zip(profile.own_bytes, grads, strict=True)
+                if Grad.KEEP in g and Grad.DIRECT not in g
+            ],
+            STAGED,
+        )
+        best: list[Decision] = []
+        for i in range(count):
+            fits_ring, fits_staging = profile.layers[i].bytes <= ring, profile.own_bytes[i] <= staging
+            mode = Mode.DHA if Mode.DHA in modes[i] else Mode.STREAM if fits_ring else Mode.GFGB
+            grad = Grad.STAGE if fits_staging or Grad.KEEP not in grads[i] else Grad.KEEP
+            best.append((mode, Grad.DIRECT if Grad.DIRECT in grads[i] else grad, Update.HOST))
         for (
             readers
         ) in profile.readers:  # one copy for all readers may be less than ring slots for some of them
@@ -179,49 +197,44 @@ class _Search:
         plain = [list(paper), all_of(Mode.GFGB), by_dha, all_of(Mode.STREAM)]
         if self.budget is None:
             return [*plain, smallest]
-        forward = list(range(count))
-        gain = sorted(
-            forward, key=lambda i: -self.profile.layers[i].t_trans / max(1, self.profile.own_bytes[i])
-        )
-        orders = (forward, forward[::-1], gain)
+        front = list(range(count))
+        orders = [front, front[::-1]]
         found = [smallest, *(x for x in plain if self.fits(x))]
         staged = [(mode, Grad.STAGE, update) for mode, _, update in smallest]
-        bases = [smallest, overlay(self.choices, smallest, staged, forward[::-1], self.fits)]
+        bases = [smallest, overlay(self.choices, smallest, staged, front[::-1], self.fits)]
         if self.fits(plain[-1]):
             bases.append(plain[-1])
         device = all_of(Update.DEVICE)
         for base in bases:
-            layered = [overlay(self.choices, base, x, order, self.fits) for x in plain for order in orders]
+            layered = [
+                overlay(self.choices, base, x, order, self.fits) for x in plain[1:3] for order in orders
+            ]
             found += layered
-            found += [overlay(self.choices, x, device, order, self.fits) for x in (base, *layered[:9:3])
-                      for order in orders]  # fmt: skip
-        unique = {tuple(x): x for x in found}
-        return list(unique.values())
+            for x in (base, *layered[::2]):
+                found += [overlay(self.choices, x, device, order, self.fits) for order in orders]
+        return list({tuple(x): x for x in found}.values())
 
-    def climb(
-        self, start: Sequence[Decision], shapes: Sequence[tuple[int, ...]], work: int
-    ) -> list[Decision]:
+    def climb(self, start: Sequence[Decision], shapes: Sequence[Block], work: int) -> list[Decision]:
         """Change blocks as long as the estimate falls; the first change that helps is taken."""
         here, value = list(start), self.estimate.period(start)
+        stop = self.estimates_left - work
         improved = True
-        while improved and work > 0:
+        while improved:
             improved = False
             for block in shapes:
-                for new in neighbours(self.choices, here, [block]):
-                    work -= 1
+                for _, _, new in neighbours(self.choices, here, [block]):
+                    if self.estimates_left <= stop:
+                        return here
+                    self.estimates_left -= 1
                     seconds = self.estimate.period(new)
                     if seconds < value * (1 - 1e-9) and self.fits(new):
                         here, value, improved = new, seconds, True
-                if work <= 0:
-                    break
         return here
 
     def confirm(self, moves: Iterable[list[Decision]]) -> bool:
         """Simulate the most promising moves that fit until one beats the best plan. False when none does."""
         ranked = []
         for position, new in enumerate(moves):
-            if position >= self.estimates_left:
-                break
             seconds = self.bound(new)
             if seconds <= self.best_period and tuple(new) not in self.simulated:
                 ranked.append((seconds, position, new))
@@ -232,6 +245,25 @@ class _Search:
             if self.fits(new) and self.offer(new):
                 return True
         return False
+
+    def confirm_blocks(self, shapes: Sequence[Block]) -> bool:
+        """Rank changes of blocks by estimate, then try each, in that order, on the best plan so far."""
+        ranked = []
+        for position, (block, change, new) in enumerate(neighbours(self.choices, self.best, shapes)):
+            if self.estimates_left <= 0:
+                break
+            self.estimates_left -= 1
+            ranked.append((self.estimate.period(new), position, block, change))
+        ranked.sort(key=lambda item: item[:2])
+        improved = False
+        for _, _, block, change in ranked:
+            if self.simulations_left <= 0:
+                break
+            new = self.choices.apply(self.best, block, change)
+            worth = tuple(new) not in self.simulated and self.bound(new) < self.best_period
+            if worth and self.fits(new) and self.offer(new):
+                improved = True
+        return improved
 
     def plan(self, paper: Plan) -> Plan:
         """The best plan, with reasons and figures."""
