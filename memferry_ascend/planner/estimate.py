@@ -1,5 +1,4 @@
-"""The period without contention, by recurrence: exact where nothing is shared, a lower bound where something
-is.
+"""The period without contention, by recurrence: exact where nothing is shared, else a lower bound.
 
 With update="step" every server takes its tasks in an order fixed by the plan, so the iteration is a marked
 graph: each start is the maximum of a few ends. Walking it once takes about a thirtieth of the simulator's

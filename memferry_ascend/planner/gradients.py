@@ -14,8 +14,7 @@ from memferry_ascend.planner.profile import Profile
 
 
 def plan_gradients(profile: Profile, reserve: float, plan: Plan | None = None) -> Plan:
-    """The paper's gradient offloading (section IV-D): keep the gradients that save most, write the rest
-    directly.
+    """The paper's gradient offloading (section IV-D): keep what saves most, write the rest directly.
 
     reserve: the reserve factor S_req, 0 to 1: the part of all gradient bytes that may stay on the device.
     plan: whose modes to use; None = the paper's, plan_backward(plan_forward).

@@ -1,5 +1,4 @@
-"""One training iteration as a task graph: what a plan makes the device, the link and the host do, and in
-what order.
+"""One training iteration as a task graph: what a plan makes device, link and host do, in what order.
 
 An iteration starts with the host updates of the last iteration's gradients, and ends when backward has ended
 (`update="step"`: and every gradient is on the host). A *store* is what one layer owns: its parameters, one
@@ -162,9 +161,7 @@ class Iteration:
         return [layer] if owner == layer else [layer, owner]
 
     def _add_forward_copies(self) -> None:
-        """Uploads of resident layers after their update, and STREAM's loads, in the order the forward needs
-        them.
-        """
+        """Uploads of resident layers after their update, and STREAM's loads, as the forward needs them."""
         uploads: dict[int, int] = {}
         for i in range(self.count):
             mode = self.chosen[i][0]
@@ -190,6 +187,7 @@ class Iteration:
         stores = [s for s in self._stores(layer) if s not in self.resident]
         waits = [self.updated[s] for s in stores if s in self.updated]
         seconds = sum(self._own_time(s) for s in stores)
+        rank = rank if waits else PATIENT  # what is frozen can be fetched any time
         task = self._copy(seconds, rank, what, layer, waits, sum(self.profile.own_bytes[s] for s in stores))
         self.ring.append(task)
         return task
@@ -260,9 +258,7 @@ class Iteration:
         self._then(seconds, ("device update", store), ())
 
     def _backward_bytes(self, i: int) -> Demand:
-        """Bytes a backward moves over the link: weights read by DHA (when that costs time), gradients
-        written.
-        """
+        """Bytes a backward moves: weights read by DHA (when that costs time), gradients written."""
         layer, decision = self.profile.layers[i], self.chosen[i]
         down = 0.0
         if decision[0] is Mode.DHA:
@@ -306,6 +302,8 @@ class Iteration:
             template.release_next(template.marker, self.compute[0])
             for task in self.updated.values():
                 template.release_next(template.marker, task)
+            if self.copies:
+                template.release_next(self.copies[-1], self.copies[0])
         else:
             template.release_next(last, self.compute[0])
             for store, task in self.updated.items():

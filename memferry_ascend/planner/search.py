@@ -1,12 +1,10 @@
-"""The search: from the paper's plan and a few plain ones to a plan the simulator says is faster, within the
-budget.
-"""
+"""The search: from the paper's plan and a few plain ones to a faster one, within a byte budget."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, combinations, islice
 
 from memferry_ascend.planner.backward import plan_backward
 from memferry_ascend.planner.estimate import Estimate
@@ -142,45 +140,36 @@ class _Search:
         return self
 
     def smallest(self) -> list[Decision]:
-        """The plan with the fewest device bytes: what is larger than a ring slot, or than half the staging
-        room, goes
-        another way, DHA where usable. Both limits are tried at every layer size."""
-        profile, count = self.profile, len(self.profile.layers)
-        modes = [{x[0] for x in options} for options in self.choices.options]
-        grads = [{x[1] for x in options if x[2] is Update.HOST} for options in self.choices.options]
+        """The plan with the fewest device bytes.
 
-        def limit_of(sizes: Sequence[int], room: int) -> int:
-            """The size up to which layers share `room` times the largest, the larger ones staying whole."""
-            ordered = sorted(sizes)
-            whole, best = sum(ordered), (sum(ordered), 0)
-            for size in ordered:
-                whole -= size
-                best = min(best, (whole + room * size, size))
-            return best[1]
+        A tied parameter is read layer by layer or copied once for all: up to four are tried both ways.
+        """
+        groups = [readers for readers in self.profile.readers if len(readers) > 1]
+        some = chain.from_iterable(combinations(groups, n) for n in range(len(groups) + 1))
+        plans = (self._smallest(set(chain.from_iterable(whole))) for whole in islice(some, 16))
+        return min(plans, key=self.bytes)
 
-        ring = limit_of(
-            [x.bytes for x, m in zip(profile.layers, modes, strict=True) if Mode.DHA not in m], self.slots
-        )
-        staging = limit_of(
-            [
-                own
-                for own, g in zip(profile.own_bytes, grads, strict=True)
-                if Grad.KEEP in g and Grad.DIRECT not in g
-            ],
-            STAGED,
-        )
-        best: list[Decision] = []
+    def _smallest(self, whole: set[int]) -> list[Decision]:
+        """The same with the layers `whole` in GFGB and the others DHA where usable.
+
+        Up to some size the rest stream, and up to some size gradients are staged: ring slots and staging room
+        are as large as the largest, so the largest may be better off whole.
+        """
+        layers, own, options = self.profile.layers, self.profile.own_bytes, self.choices.options
+        count = len(layers)
+        by_dha = [i not in whole and any(x[0] is Mode.DHA for x in options[i]) for i in range(count)]
+        grads = [{x[1] for x in options[i] if x[2] is Update.HOST} for i in range(count)]
+        copied = [i for i in range(count) if not by_dha[i] and i not in whole]
+        offered = [i for i in range(count) if Grad.KEEP in grads[i] and Grad.DIRECT not in grads[i]]
+        ring = _limit([layers[i].bytes for i in copied], self.slots)
+        staging = _limit([own[i] for i in offered if not self.profile.tied[i]], STAGED)
+        found: list[Decision] = []
         for i in range(count):
-            fits_ring, fits_staging = profile.layers[i].bytes <= ring, profile.own_bytes[i] <= staging
-            mode = Mode.DHA if Mode.DHA in modes[i] else Mode.STREAM if fits_ring else Mode.GFGB
-            grad = Grad.STAGE if fits_staging or Grad.KEEP not in grads[i] else Grad.KEEP
-            best.append((mode, Grad.DIRECT if Grad.DIRECT in grads[i] else grad, Update.HOST))
-        for (
-            readers
-        ) in profile.readers:  # one copy for all readers may be less than ring slots for some of them
-            if len(readers) > 1:
-                best = min((best, self.choices.apply(best, readers, Mode.GFGB)), key=self.bytes)
-        return best
+            mode = Mode.STREAM if i not in whole and layers[i].bytes <= ring else Mode.GFGB
+            grad = Grad.KEEP if i in offered and own[i] > staging and not self.profile.tied[i] else Grad.STAGE
+            grad = Grad.DIRECT if Grad.DIRECT in grads[i] else grad
+            found.append((Mode.DHA if by_dha[i] else mode, grad, Update.HOST))
+        return found
 
     def starts(self, paper: Sequence[Decision], smallest: list[Decision]) -> list[list[Decision]]:
         """Plans that fit to begin with: plain ones, and as much of them as fits laid over the smallest."""
@@ -275,3 +264,12 @@ class _Search:
         )
         found = replace(paper, layers=layers, device_bytes=self.best_bytes, predicted_period=self.best_period)
         return replace(found, host_bytes=host_bytes(self.profile, found, state_bytes=self.state_bytes))
+
+
+def _limit(sizes: Sequence[int], room: int) -> int:
+    """The size up to which it is best to share `room` times the largest, larger ones staying whole."""
+    whole, best = sum(sizes), (sum(sizes), 0)
+    for size in sorted(sizes):
+        whole -= size
+        best = min(best, (whole + room * size, size))
+    return best[1]
