@@ -50,8 +50,7 @@ def check_decisions(profile: Profile, chosen: Sequence[Decision]) -> None:
         if chosen[owner][2] is Update.DEVICE and owner != i and mode is not Mode.GFGB:
             raise ValueError(
                 f"layer {layer.name!r}: shares {profile.layers[owner].name!r}, whose parameters are updated "
-                "on the "
-                f"device, so only GFGB reads them, found {mode}"
+                f"on the device, so only GFGB reads them, found {mode}"
             )
 
 
@@ -290,9 +289,7 @@ class Iteration:
             self.staged.append((own, self.gradients[store]))
 
     def _close(self) -> None:
-        """Tie iterations together: barrier, compute order, gradients before updates, slots freed before
-        filled.
-        """
+        """Tie iterations together: barrier, gradients before updates, slots freed before filled."""
         template = self.template
         last = self.compute[-1]
         after = [last, *self.gradients.values()] if self.by_step else [last]

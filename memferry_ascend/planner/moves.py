@@ -71,7 +71,7 @@ ALL_CHANGES: tuple[Change, ...] = (*Mode, *Grad, *Update)
 def blocks(profile: Profile) -> list[Block]:
     """Sets of layers worth changing together, large ones first: all, layers of one kind, layers measured
     alike, and
-    halves, quarters, ... down to sixteenths of each from either end; then every single layer."""
+    halves, quarters, ... down to sixteenths of each from either end; then every single layer, by size."""
     by_kind: dict[object, list[int]] = {}
     alike: dict[object, list[int]] = {}
     for i, x in enumerate(profile.layers):
@@ -86,7 +86,8 @@ def blocks(profile: Profile) -> list[Block]:
             found[tuple(family[-size:])] = None
             size //= 2
     ordered = sorted(found, key=lambda block: (-len(block), block))
-    return [*ordered, *((i,) for i in range(len(profile.layers)))]
+    by_size = sorted(range(len(profile.layers)), key=lambda i: (-profile.layers[i].bytes, i))
+    return [*ordered, *((i,) for i in by_size)]
 
 
 def neighbours(

@@ -39,12 +39,13 @@ def search(
     slots: int = SLOTS,
     accumulate: int = 1,
     state_bytes: int = STATE_BYTES,
+    effort: float = 1.0,
 ) -> Plan:
     """The fastest plan found that needs at most `device_memory` bytes on the device.
 
     device_memory: bytes; None = no limit is known: parameters may stay on the device, as in the paper, but
     optimizer state stays on the host. update: "step" or "backward", as for simulate. slots, accumulate,
-    state_bytes: as for device_bytes.
+    state_bytes: as for device_bytes. effort: multiplies the work allowed; at 1, 400 layers take seconds.
 
     Starts from the paper's plan, all GFGB, all STREAM, the smallest plan, and what fits of each laid over
     the smallest; climbs by changing blocks of layers as long as the estimate without contention improves,
@@ -59,22 +60,31 @@ def search(
         raise ValueError(f"update must be one of {', '.join(map(repr, UPDATES))}, found {update!r}")
     if slots < 1 or accumulate < 1:
         raise ValueError(f"slots and accumulate must be at least 1, found {slots} and {accumulate}")
+    if not effort > 0:
+        raise ValueError(f"effort multiplies the work allowed and must be > 0, found {effort}")
     paper = plan_backward(profile, plan_forward(profile))
-    found = _Search(profile, device_memory, update, slots, accumulate, state_bytes).go(decisions(paper))
-    return found.plan(paper)
+    found = _Search(profile, device_memory, update, slots, accumulate, state_bytes, effort)
+    return found.go(decisions(paper)).plan(paper)
 
 
 class _Search:
     def __init__(
-        self, profile: Profile, budget: int | None, update: str, slots: int, accumulate: int, state_bytes: int
+        self,
+        profile: Profile,
+        budget: int | None,
+        update: str,
+        slots: int,
+        accumulate: int,
+        state_bytes: int,
+        effort: float,
     ) -> None:
         self.profile, self.budget, self.update, self.slots = profile, budget, update, slots
         self.accumulate, self.state_bytes = accumulate, state_bytes
         self.estimate = Estimate(profile, slots)
         self.choices = Choices(profile, device_updates=budget is not None)
         count = len(profile.layers)
-        self.estimates_left = max(ESTIMATE_WORK // count, 200)
-        self.simulations_left = max(SIMULATE_WORK[update] // count, 20)
+        self.estimates_left = max(int(effort * ESTIMATE_WORK / count), 200)
+        self.simulations_left = max(int(effort * SIMULATE_WORK[update] / count), 20)
         self.simulated: dict[tuple[Decision, ...], float] = {}
         self.best: list[Decision] = []
         self.best_period, self.best_bytes = float("inf"), 0

@@ -145,6 +145,7 @@ def test_the_same_profile_gives_the_same_plan():
         ({"update": "later"}, "'step', 'backward'"),
         ({"slots": 0}, "at least 1"),
         ({"accumulate": 0}, "at least 1"),
+        ({"effort": 0}, "effort"),
     ],
 )
 def test_bad_arguments_are_refused(options, message):
