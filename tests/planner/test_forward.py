@@ -41,6 +41,18 @@ def test_backtracking_turns_an_earlier_layer_to_dha_and_carries_its_time():
     assert "'c'" in plan["b"].why
 
 
+def test_line_25_scores_the_second_candidate_with_the_first_ones_added_time():
+    profile = profile_of(
+        layer("z", t_trans=20.0, t_fp_dha=10.0), layer("a", t_trans=5.0, t_fp_dha=3.0),
+        layer("b", t_trans=5.0, t_fp_dha=5.8), layer("c", t_trans=13.0),
+    )  # fmt: skip
+    plan = plan_forward(profile)
+    # Before c: T_all 12, T_res 2. With a in DHA c ends at 19; with b too at 14 + 4.8 + 1 = 19.8, but 17.8
+    # had a's added 2 been forgotten.
+    assert modes(plan) == [Mode.DHA, Mode.DHA, Mode.GFGB, Mode.GFGB]
+    assert (plan.t_res, plan.tag) == (1.0, 2)
+
+
 def test_backtracking_with_no_tag_starts_at_the_first_layer():
     plan = plan_forward(profile_of(layer("a", t_trans=4.0, t_fp_dha=6.0), layer("b", t_trans=8.0)))
     assert modes(plan) == [Mode.DHA, Mode.GFGB]

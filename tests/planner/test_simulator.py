@@ -107,6 +107,8 @@ def test_a_tied_parameter_is_updated_and_copied_once_and_downloaded_after_its_la
     assert sorted(x for x in labels if not x.startswith(("forward", "backward"))) == [
         "download emb", "update emb", "upload emb"
     ]  # fmt: skip
+    begins = {label: start for start, _, label in timeline.intervals["compute"]}
+    assert timeline.device_bytes == ((0.0, 1000), (begins["backward head"], 2000))
 
 
 def test_a_dha_read_and_a_copy_share_the_link():
