@@ -23,8 +23,7 @@ def plan_backward(profile: Profile, forward: Plan) -> Plan:
     the paper: a layer whose backward cannot run by DHA becomes DFGB whatever the idle time; recomputed
     layers count their second forward.
 
-    Returns the plan with `t_res` reduced by what was used. Raises ValueError when `forward` is for other
-    layers.
+    Returns the plan with `t_res` less what was used. Raises ValueError when `forward` is for other layers.
     """
     forward.check_layers([layer.name for layer in profile.layers])
     layers, count = list(forward.layers), len(profile.layers)

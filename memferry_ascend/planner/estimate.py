@@ -1,5 +1,4 @@
-"""The period without contention, by recurrence: exact where nothing is shared, a lower bound where something
-is.
+"""The period without contention, by recurrence: exact where nothing is shared, else a lower bound.
 
 With update="step" every server takes its tasks in an order fixed by the plan, so the iteration is a marked
 graph: each start is the maximum of a few ends. Walking it once takes about a thirtieth of the simulator's
@@ -13,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memferry_ascend.planner.iteration import backward_time, download_time, forward_time
-from memferry_ascend.planner.memory import SLOTS, Decision, is_tied, staging_bytes, writes_directly
-from memferry_ascend.planner.plan import Grad, Mode, Update
+from memferry_ascend.planner.memory import SLOTS, STAGED, Decision, stages, writes_directly
+from memferry_ascend.planner.plan import Mode, Update
 from memferry_ascend.planner.profile import Profile
 
 _GFGB, _STREAM, _DFGB, _DHA = Mode.GFGB, Mode.STREAM, Mode.DFGB, Mode.DHA
-_DEVICE, _STAGE = Update.DEVICE, Grad.STAGE
+_DEVICE = Update.DEVICE
 
 
 class Estimate:
@@ -28,7 +27,6 @@ class Estimate:
         self.profile, self.slots = profile, slots
         count = len(profile.layers)
         self.stores = [(i,) if o == i else (i, o) for i, o in enumerate(profile.owners)]
-        self.tied = [is_tied(profile, i) for i in range(count)]
         self.own_time = [x.t_trans * f for x, f in zip(profile.layers, profile.own_fraction, strict=True)]
         self.has_gradient = [
             x.trainable and (profile.own_bytes[i] > 0 or profile.owners[i] == i)
@@ -52,15 +50,21 @@ class Estimate:
         for i in range(count):
             self.final_at[i] = [s for s in self.stores[i] if self.has_gradient[s] and first[s] == i]
         self.download = [download_time(profile, i) for i in range(count)]
-        self._times: list[dict[Decision, tuple[float, float]]] = [{} for _ in range(count)]
+        self._costs: list[dict[Decision, tuple[float, float, bool, bool]]] = [{} for _ in range(count)]
 
-    def times(self, i: int, decision: Decision) -> tuple[float, float]:
-        """Forward and backward of layer `i`, alone."""
-        found = self._times[i].get(decision)
+    def costs(self, i: int, decision: Decision) -> tuple[float, float, bool, bool]:
+        """Forward, backward, alone; whether the layer's gradient is staged; whether it is copied up."""
+        found = self._costs[i].get(decision)
         if found is None:
-            layer = self.profile.layers[i]
-            found = (forward_time(layer, decision[0]), backward_time(self.profile, i, decision))
-            self._times[i][decision] = found
+            profile = self.profile
+            moves = self.has_gradient[i] and decision[2] is not _DEVICE and self.download[i] > 0.0
+            found = (
+                forward_time(profile.layers[i], decision[0]),
+                backward_time(profile, i, decision),
+                stages(profile, i, decision),
+                moves and not writes_directly(profile, i, decision),
+            )
+            self._costs[i][decision] = found
         return found
 
     def period(self, chosen: Sequence[Decision]) -> float:
@@ -83,7 +87,7 @@ class Estimate:
         uploaded: list[float | None] = [None] * count
         freed: list[float] = []
         ring = 0
-        times = [self.times(i, decision) for i, decision in enumerate(chosen)]
+        costs = [self.costs(i, decision) for i, decision in enumerate(chosen)]
         for i, layer in enumerate(layers):
             mode = chosen[i][0]
             ready = compute
@@ -113,16 +117,16 @@ class Estimate:
                 for s in stores[i]:
                     if updated[s] > ready:
                         ready = updated[s]
-            compute = ready + times[i][0]
+            compute = ready + costs[i][0]
             if mode is _STREAM:
                 freed.append(compute)
             compute += layer.t_gap_fp
-        return self._backward(chosen, times, resident, updated, freed, compute, link)
+        return self._backward(chosen, costs, resident, updated, freed, compute, link)
 
     def _backward(
         self,
         chosen: Sequence[Decision],
-        times: Sequence[tuple[float, float]],
+        costs: Sequence[tuple[float, float, bool, bool]],
         resident: Sequence[bool],
         updated: Sequence[float],
         freed: list[float],
@@ -131,13 +135,14 @@ class Estimate:
     ) -> float:
         own_bytes, own_time, stores = self.profile.own_bytes, self.own_time, self.stores
         layers, slots = self.profile.layers, self.slots
-        room = staging_bytes(self.profile, chosen)
+        room = STAGED * max((own_bytes[i] for i, cost in enumerate(costs) if cost[2]), default=0)
         staged: list[tuple[int, float]] = []  # bytes and end of download, those that may still be in the way
         in_flight, oldest = 0, 0
         ring, up = len(freed), 0.0
         copied: set[int] = set()
         for i in reversed(range(len(layers))):
-            mode, grad, update = chosen[i]
+            mode = chosen[i][0]
+            _, seconds, stages, _ = costs[i]
             compute += layers[i].t_gap_bp
             if mode is _STREAM or mode is _DFGB:
                 missing, wait, any_updated = 0.0, 0.0, False
@@ -156,7 +161,6 @@ class Estimate:
                     link = max(link, wait) + missing
                     if link > compute:
                         compute = link
-            stages = grad is _STAGE and layers[i].trainable and update is not _DEVICE and not self.tied[i]
             if stages:
                 in_flight += own_bytes[i]
                 while in_flight > room:
@@ -165,13 +169,11 @@ class Estimate:
                     in_flight -= nbytes
                     if end > compute:
                         compute = end
-            compute += times[i][1]
+            compute += seconds
             if mode is _STREAM:
                 freed.append(compute)
             for s in self.final_at[i]:
-                if chosen[s][2] is _DEVICE or self.download[s] == 0.0:
-                    continue
-                if not writes_directly(self.profile, s, chosen[s]):
+                if costs[s][3]:
                     up = (compute if compute > up else up) + self.download[s]
                     if s == i and stages:
                         staged.append((own_bytes[i], up))
@@ -187,7 +189,7 @@ class Estimate:
         copied: set[int] = set()
         for i, decision in enumerate(chosen):
             layer, (mode, _, update) = self.profile.layers[i], decision
-            forward, backward = self.times(i, decision)
+            forward, backward, _, downloads = self.costs(i, decision)
             compute += forward + backward + layer.t_gap_fp + layer.t_gap_bp
             if self.has_gradient[i]:
                 if update is _DEVICE:
@@ -195,7 +197,7 @@ class Estimate:
                 else:
                     host += self.update_time[i]
                     down += self.own_time[i] if resident[i] and self.profile.own_bytes[i] else 0.0
-                    up += 0.0 if writes_directly(self.profile, i, decision) else self.download[i]
+                    up += self.download[i] if downloads else 0.0
             for s in self.stores[i]:
                 if mode is _STREAM and not resident[s]:
                     down += 2 * self.own_time[s]

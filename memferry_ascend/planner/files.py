@@ -55,9 +55,7 @@ def _no_constant(text: str) -> float:
 
 
 def check_document(document: Any, what: str, version: int, fields: Sequence[str]) -> Mapping[str, Any]:
-    """`document` as a mapping of format `what`, `version`, holding `fields`; ValueError says what is
-    wrong.
-    """
+    """`document` as a mapping of format `what`, `version`, with `fields`; ValueError says what is wrong."""
     if not isinstance(document, Mapping):
         raise ValueError(f"expected a {what} as a JSON object, found {type(document).__name__}")
     if document.get("format") != f"memferry {what}":

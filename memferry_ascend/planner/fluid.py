@@ -125,17 +125,14 @@ Occurrence = tuple[int, int]  # (iteration, task)
 
 @dataclass
 class Record:
-    """When tasks ran: occurrence -> (start, end, cause); the cause is what ended last before it could
-    start.
-    """
+    """When tasks ran: occurrence -> (start, end, cause); the cause ended last before it could start."""
 
     spans: dict[Occurrence, tuple[float, float, Occurrence | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Steady:
-    """The steady state: seconds per iteration, and the window [start, end) of `cycle` iterations that shows
-    it.
+    """The steady state: seconds per iteration, and the window [start, end) of `cycle` iterations showing it.
 
     iterations: how many ran. converged: False when the schedule kept alternating and `period` is an average.
     """

@@ -70,9 +70,7 @@ def _backtrack(
     modes: list[Mode | None],
     why: list[str],
 ) -> tuple[float, float, int]:
-    """Lines 18 to 29: T_all, T_res and tag after layer `current`, earlier layers turned to DHA where it
-    pays.
-    """
+    """Lines 18 to 29: T_all, T_res and tag after layer `current`; earlier layers become DHA where it pays."""
     t_fp = profile.layers[current].t_fp
     base = t_all + t_trans + t_fp - t_res
     for i in range(max(tag, 0), current):

@@ -9,14 +9,12 @@ from fractions import Fraction
 from memferry_ascend.planner.backward import plan_backward
 from memferry_ascend.planner.forward import plan_forward
 from memferry_ascend.planner.knapsack import pack
-from memferry_ascend.planner.memory import is_tied
 from memferry_ascend.planner.plan import Grad, Plan, Update
 from memferry_ascend.planner.profile import Profile
 
 
 def plan_gradients(profile: Profile, reserve: float, plan: Plan | None = None) -> Plan:
-    """The paper's gradient offloading (section IV-D): keep the gradients that save most, write the rest
-    directly.
+    """The paper's gradient offloading (section IV-D): keep what saves most, write the rest directly.
 
     reserve: the reserve factor S_req, 0 to 1: the part of all gradient bytes that may stay on the device.
     plan: whose modes to use; None = the paper's, plan_backward(plan_forward).
@@ -41,7 +39,7 @@ def plan_gradients(profile: Profile, reserve: float, plan: Plan | None = None) -
     ]
     sizes = [own if x else 0 for own, x in zip(profile.own_bytes, offloadable, strict=True)]
     direct = [
-        x and layer.direct_usable and not is_tied(profile, i)
+        x and layer.direct_usable and not profile.tied[i]
         for i, (layer, x) in enumerate(zip(profile.layers, offloadable, strict=True))
     ]
     gains = [

@@ -1,5 +1,4 @@
-"""One training iteration as a task graph: what a plan makes the device, the link and the host do, and in
-what order.
+"""One training iteration as a task graph: what a plan makes device, link and host do, in what order.
 
 An iteration starts with the host updates of the last iteration's gradients, and ends when backward has ended
 (`update="step"`: and every gradient is on the host). A *store* is what one layer owns: its parameters, one
@@ -51,8 +50,7 @@ def check_decisions(profile: Profile, chosen: Sequence[Decision]) -> None:
         if chosen[owner][2] is Update.DEVICE and owner != i and mode is not Mode.GFGB:
             raise ValueError(
                 f"layer {layer.name!r}: shares {profile.layers[owner].name!r}, whose parameters are updated "
-                "on the "
-                f"device, so only GFGB reads them, found {mode}"
+                f"on the device, so only GFGB reads them, found {mode}"
             )
 
 
@@ -162,9 +160,7 @@ class Iteration:
         return [layer] if owner == layer else [layer, owner]
 
     def _add_forward_copies(self) -> None:
-        """Uploads of resident layers after their update, and STREAM's loads, in the order the forward needs
-        them.
-        """
+        """Uploads of resident layers after their update, and STREAM's loads, as the forward needs them."""
         uploads: dict[int, int] = {}
         for i in range(self.count):
             mode = self.chosen[i][0]
@@ -190,6 +186,7 @@ class Iteration:
         stores = [s for s in self._stores(layer) if s not in self.resident]
         waits = [self.updated[s] for s in stores if s in self.updated]
         seconds = sum(self._own_time(s) for s in stores)
+        rank = rank if waits else PATIENT  # what is frozen can be fetched any time
         task = self._copy(seconds, rank, what, layer, waits, sum(self.profile.own_bytes[s] for s in stores))
         self.ring.append(task)
         return task
@@ -260,9 +257,7 @@ class Iteration:
         self._then(seconds, ("device update", store), ())
 
     def _backward_bytes(self, i: int) -> Demand:
-        """Bytes a backward moves over the link: weights read by DHA (when that costs time), gradients
-        written.
-        """
+        """Bytes a backward moves: weights read by DHA (when that costs time), gradients written."""
         layer, decision = self.profile.layers[i], self.chosen[i]
         down = 0.0
         if decision[0] is Mode.DHA:
@@ -294,9 +289,7 @@ class Iteration:
             self.staged.append((own, self.gradients[store]))
 
     def _close(self) -> None:
-        """Tie iterations together: barrier, compute order, gradients before updates, slots freed before
-        filled.
-        """
+        """Tie iterations together: barrier, gradients before updates, slots freed before filled."""
         template = self.template
         last = self.compute[-1]
         after = [last, *self.gradients.values()] if self.by_step else [last]
@@ -306,6 +299,8 @@ class Iteration:
             template.release_next(template.marker, self.compute[0])
             for task in self.updated.values():
                 template.release_next(template.marker, task)
+            if self.copies:
+                template.release_next(self.copies[-1], self.copies[0])
         else:
             template.release_next(last, self.compute[0])
             for store, task in self.updated.items():

@@ -49,25 +49,22 @@ def resident_owners(profile: Profile, chosen: Sequence[Decision]) -> set[int]:
 
     A tied parameter has one such copy, which its STREAM and DFGB readers then use.
     """
-    return {owner for i, owner in enumerate(profile.owners) if chosen[i][0] is Mode.GFGB} | {
-        i for i, x in enumerate(chosen) if x[0] is Mode.GFGB
-    }
-
-
-def is_tied(profile: Profile, i: int) -> bool:
-    """True when the layer reads or owns a parameter that several layers read."""
-    return profile.owners[i] != i or len(profile.readers[i]) > 1
+    found: set[int] = set()
+    for i, decision in enumerate(chosen):
+        if decision[0] is Mode.GFGB:
+            found.update((i, profile.owners[i]))
+    return found
 
 
 def writes_directly(profile: Profile, i: int, decision: Decision) -> bool:
     """True when the layer's backward writes its gradient to host memory: a tied parameter stages instead."""
-    return decision[1] is Grad.DIRECT and profile.layers[i].trainable and not is_tied(profile, i)
+    return decision[1] is Grad.DIRECT and profile.layers[i].trainable and not profile.tied[i]
 
 
 def stages(profile: Profile, i: int, decision: Decision) -> bool:
     """True when the layer's gradient passes through the staging room. A tied one lives too long for that."""
     to_host = profile.layers[i].trainable and decision[2] is Update.HOST
-    return to_host and decision[1] is Grad.STAGE and not is_tied(profile, i)
+    return to_host and decision[1] is Grad.STAGE and not profile.tied[i]
 
 
 def staging_bytes(profile: Profile, chosen: Sequence[Decision]) -> int:
@@ -91,30 +88,31 @@ def device_bytes(
     device-updated layer keeps its gradient until the update, so it counts as kept.
     """
     chosen = decisions(plan) if isinstance(plan, Plan) else plan
+    owners, own_bytes, tied = profile.owners, profile.own_bytes, profile.tied
     resident = resident_owners(profile, chosen)
-    staged = staging_bytes(profile, chosen)
-    buffered, ring, kept, state = set(resident), 0, 0, 0
+    buffered, ring, kept, largest, shared, state = set(resident), 0, 0, 0, 0, 0
     for i, (layer, (mode, grad, update)) in enumerate(zip(profile.layers, chosen, strict=True)):
-        owner = profile.owners[i]
+        own = own_bytes[i]
         if mode is Mode.DFGB:
-            buffered.update((i, owner))
+            buffered.update((i, owners[i]))
         elif mode is Mode.STREAM:
-            ring = max(ring, sum(profile.own_bytes[s] for s in {i, owner} if s not in resident))
+            ring = max(ring, sum(own_bytes[s] for s in {i, owners[i]} if s not in resident))
         if not layer.trainable:
             continue
-        own = profile.own_bytes[i]
         if update is Update.DEVICE:
             state += own // layer.itemsize * (max(0, MASTER_BYTES - layer.itemsize) + state_bytes)
         if grad is Grad.KEEP or update is Update.DEVICE:
             kept += own if accumulate == 1 else own // layer.itemsize * 4
-        elif is_tied(profile, i):
-            staged += own  # from its first backward use to its last
+        elif tied[i]:
+            shared += own  # from its first backward use to its last
+        elif grad is Grad.STAGE and own > largest:
+            largest = own
     return DeviceBytes(
         base=profile.base_bytes,
-        resident=sum(profile.own_bytes[i] for i in buffered),
+        resident=sum(own_bytes[i] for i in buffered),
         ring=slots * ring,
         kept=kept,
-        staged=staged,
+        staged=STAGED * largest + shared,
         state=state,
     )
 

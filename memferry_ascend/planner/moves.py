@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 
-from memferry_ascend.planner.memory import Decision, is_tied
+from memferry_ascend.planner.memory import Decision
 from memferry_ascend.planner.plan import Grad, Mode, Update
 from memferry_ascend.planner.profile import Profile
 
@@ -30,7 +30,7 @@ class Choices:
             grads = [Grad.STAGE]
             if layer.trainable and profile.own_bytes[i] > 0:
                 grads.append(Grad.KEEP)
-                if layer.direct_usable and not is_tied(profile, i):
+                if layer.direct_usable and not profile.tied[i]:
                     grads.append(Grad.DIRECT)
             found = [(mode, grad, Update.HOST) for mode in modes for grad in grads]
             if device_updates and layer.trainable:
@@ -71,7 +71,7 @@ ALL_CHANGES: tuple[Change, ...] = (*Mode, *Grad, *Update)
 def blocks(profile: Profile) -> list[Block]:
     """Sets of layers worth changing together, large ones first: all, layers of one kind, layers measured
     alike, and
-    halves, quarters, ... of each from either end; then every single layer."""
+    halves, quarters, ... down to sixteenths of each from either end; then every single layer, by size."""
     by_kind: dict[object, list[int]] = {}
     alike: dict[object, list[int]] = {}
     for i, x in enumerate(profile.layers):
@@ -81,24 +81,25 @@ def blocks(profile: Profile) -> list[Block]:
     found: dict[Block, None] = {}
     for family in families:
         size = len(family)
-        while size > 1:
+        while size > 1 and size * 16 >= len(family):
             found[tuple(family[:size])] = None
             found[tuple(family[-size:])] = None
             size //= 2
     ordered = sorted(found, key=lambda block: (-len(block), block))
-    return [*ordered, *((i,) for i in range(len(profile.layers)))]
+    by_size = sorted(range(len(profile.layers)), key=lambda i: (-profile.layers[i].bytes, i))
+    return [*ordered, *((i,) for i in by_size)]
 
 
 def neighbours(
     choices: Choices, chosen: Sequence[Decision], among: Sequence[Block]
-) -> Iterator[list[Decision]]:
-    """Every plan that differs from `chosen` by one change of one block."""
+) -> Iterator[tuple[Block, Change, list[Decision]]]:
+    """Every plan that differs from `chosen` by one change of one block, after what changes."""
     base = list(chosen)
     for block in among:
         for change in ALL_CHANGES:
             new = choices.apply(base, block, change)
             if new != base:
-                yield new
+                yield block, change, new
 
 
 def subsets(count: int) -> list[Block]:

@@ -83,8 +83,9 @@ class LayerPlan:
 class Plan:
     """The plan of a model: one LayerPlan per layer, in execution order.
 
-    t_res, tag: what Alg. 1 leaves for Alg. 2: the reserved overlap time in seconds, and the position (from
-    0) of the first GFGB layer that backtracking has not passed, -1 when there is none.
+    t_res, tag: what Alg. 1 leaves for Alg. 2: the reserved overlap time in seconds, and the position (from 0)
+    where the next backtracking would start: the first GFGB layer whose copy was hidden, or the layer after
+    the last one turned to DHA; -1 when there is neither.
     device_bytes, host_bytes: bytes the plan occupies. predicted_period, measured_period: seconds per
     iteration. None where nobody has computed or measured them. Raises ValueError when two layers bear one
     name.
@@ -190,9 +191,7 @@ class Plan:
         return "\n".join(lines)
 
     def check_layers(self, names: Sequence[str]) -> None:
-        """Raise ValueError unless the plan's layers are exactly `names`, in that order, naming those that
-        differ.
-        """
+        """Raise ValueError, naming the layers that differ, unless the plan's are exactly `names` in order."""
         own = [layer.name for layer in self.layers]
         wanted = list(names)
         if own == wanted:

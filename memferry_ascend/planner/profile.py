@@ -218,9 +218,7 @@ class Profile:
 
     @cached_property
     def own_fraction(self) -> tuple[float, ...]:
-        """Per layer, own_bytes / bytes: the part of t_trans and t_update that is its own (1 when not
-        tied).
-        """
+        """Per layer, own_bytes / bytes: the part of t_trans and t_update that is its own."""
         return tuple(
             1.0 if self.owners[i] == i else self.own_bytes[i] / x.bytes if x.bytes else 0.0
             for i, x in enumerate(self.layers)
@@ -228,13 +226,16 @@ class Profile:
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        """Per layer, the positions of all layers reading what it owns, in forward order (empty if it
-        shares).
-        """
+        """Per layer, the positions of all layers reading what it owns, in order; empty if it shares."""
         found: list[list[int]] = [[] for _ in self.layers]
         for position, owner in enumerate(self.owners):
             found[owner].append(position)
         return tuple(tuple(x) for x in found)
+
+    @cached_property
+    def tied(self) -> tuple[bool, ...]:
+        """Per layer, whether it reads or owns a parameter that several layers read."""
+        return tuple(o != i or len(self.readers[i]) > 1 for i, o in enumerate(self.owners))
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict. Infinite times become the string "inf", because JSON has no infinity."""

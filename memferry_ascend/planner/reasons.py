@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from memferry_ascend.planner.estimate import Estimate
 from memferry_ascend.planner.memory import Decision
@@ -18,9 +19,21 @@ def reasons(
     estimate: Estimate,
     fits: Callable[[Sequence[Decision]], bool],
 ) -> list[str]:
-    """One sentence per layer, by the estimate without contention of the plan with only that layer changed."""
+    """One sentence per layer, by the estimate without contention of the plan with only that layer changed.
+
+    Of layers measured alike and decided alike the first is asked; the others refer to it.
+    """
     here = estimate.period(chosen)
-    return [_reason(profile, chosen, i, here, choices, estimate, fits) for i in range(len(chosen))]
+    asked: dict[object, tuple[str, str]] = {}
+    found = []
+    for i, layer in enumerate(profile.layers):
+        key = (replace(layer, name=""), chosen[i])
+        if key in asked:
+            found.append("like {}: {}".format(*asked[key]))
+            continue
+        found.append(_reason(profile, chosen, i, here, choices, estimate, fits))
+        asked[key] = (layer.name, found[-1])
+    return found
 
 
 def _reason(

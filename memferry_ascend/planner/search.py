@@ -1,27 +1,33 @@
-"""The search: from the paper's plan and a few plain ones to a plan the simulator says is faster, within the
-budget.
-"""
+"""The search: from the paper's plan and a few plain ones to a faster one, within a byte budget."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, combinations, islice
 
 from memferry_ascend.planner.backward import plan_backward
 from memferry_ascend.planner.estimate import Estimate
 from memferry_ascend.planner.forward import plan_forward
 from memferry_ascend.planner.iteration import UPDATES, check_decisions
-from memferry_ascend.planner.memory import SLOTS, STATE_BYTES, Decision, decisions, device_bytes, host_bytes
-from memferry_ascend.planner.moves import Choices, blocks, neighbours, overlay, pairs, subsets
+from memferry_ascend.planner.memory import (
+    SLOTS,
+    STAGED,
+    STATE_BYTES,
+    Decision,
+    decisions,
+    device_bytes,
+    host_bytes,
+)
+from memferry_ascend.planner.moves import Block, Choices, blocks, neighbours, overlay, pairs, subsets
 from memferry_ascend.planner.plan import Grad, LayerPlan, Mode, Plan, Update
 from memferry_ascend.planner.profile import Profile
 from memferry_ascend.planner.reasons import reasons
 from memferry_ascend.planner.simulator import period
 
 # Work allowed, in layers times evaluations: a plan depends on the profile, not on the machine's speed.
-ESTIMATE_WORK = 320_000
-SIMULATE_WORK = {"step": 14_000, "backward": 7_000}
+ESTIMATE_WORK = 800_000
+SIMULATE_WORK = {"step": 14_000, "backward": 6_000}
 SMALL = 8  # up to so many layers, any two may change together, and any subset alike
 
 
@@ -33,12 +39,13 @@ def search(
     slots: int = SLOTS,
     accumulate: int = 1,
     state_bytes: int = STATE_BYTES,
+    effort: float = 1.0,
 ) -> Plan:
     """The fastest plan found that needs at most `device_memory` bytes on the device.
 
     device_memory: bytes; None = no limit is known: parameters may stay on the device, as in the paper, but
     optimizer state stays on the host. update: "step" or "backward", as for simulate. slots, accumulate,
-    state_bytes: as for device_bytes.
+    state_bytes: as for device_bytes. effort: multiplies the work allowed; at 1, 400 layers take seconds.
 
     Starts from the paper's plan, all GFGB, all STREAM, the smallest plan, and what fits of each laid over
     the smallest; climbs by changing blocks of layers as long as the estimate without contention improves,
@@ -53,27 +60,37 @@ def search(
         raise ValueError(f"update must be one of {', '.join(map(repr, UPDATES))}, found {update!r}")
     if slots < 1 or accumulate < 1:
         raise ValueError(f"slots and accumulate must be at least 1, found {slots} and {accumulate}")
+    if not effort > 0:
+        raise ValueError(f"effort multiplies the work allowed and must be > 0, found {effort}")
     paper = plan_backward(profile, plan_forward(profile))
-    found = _Search(profile, device_memory, update, slots, accumulate, state_bytes).go(decisions(paper))
-    return found.plan(paper)
+    found = _Search(profile, device_memory, update, slots, accumulate, state_bytes, effort)
+    return found.go(decisions(paper)).plan(paper)
 
 
 class _Search:
     def __init__(
-        self, profile: Profile, budget: int | None, update: str, slots: int, accumulate: int, state_bytes: int
+        self,
+        profile: Profile,
+        budget: int | None,
+        update: str,
+        slots: int,
+        accumulate: int,
+        state_bytes: int,
+        effort: float,
     ) -> None:
         self.profile, self.budget, self.update, self.slots = profile, budget, update, slots
         self.accumulate, self.state_bytes = accumulate, state_bytes
         self.estimate = Estimate(profile, slots)
         self.choices = Choices(profile, device_updates=budget is not None)
         count = len(profile.layers)
-        self.estimates_left = max(ESTIMATE_WORK // count, 200)
-        self.simulations_left = max(SIMULATE_WORK[update] // count, 20)
+        self.estimates_left = max(int(effort * ESTIMATE_WORK / count), 200)
+        self.simulations_left = max(int(effort * SIMULATE_WORK[update] / count), 20)
         self.simulated: dict[tuple[Decision, ...], float] = {}
         self.best: list[Decision] = []
         self.best_period, self.best_bytes = float("inf"), 0
 
     def bytes(self, chosen: Sequence[Decision]) -> int:
+        self.estimates_left -= 1  # it takes about as long
         return device_bytes(
             self.profile, chosen, slots=self.slots, accumulate=self.accumulate, state_bytes=self.state_bytes
         ).total
@@ -117,52 +134,52 @@ class _Search:
             self.offer(paper)
         for i in ranked[:3]:
             self.offer(starts[i])
-        small = len(self.profile.layers) <= SMALL
-        shapes = subsets(len(self.profile.layers)) if small else blocks(self.profile)
-        if not small:
+        if len(self.profile.layers) <= SMALL:
+            shapes = subsets(len(self.profile.layers))
+            while self.simulations_left > 0:
+                here = self.best
+                alike = (new for _, _, new in neighbours(self.choices, here, shapes))
+                if not self.confirm(chain(pairs(self.choices, here), alike)):
+                    break
+        else:
+            shapes = blocks(self.profile)
             for i in ranked[:2]:
-                self.offer(self.climb(starts[i], shapes, self.estimates_left // 2))
-        while self.simulations_left > 0:
-            before = self.best
-            moves = neighbours(self.choices, before, shapes)
-            if not self.confirm(chain(pairs(self.choices, before), moves) if small else moves):
-                break
+                self.offer(self.climb(starts[i], shapes, self.estimates_left // 3))
+            while self.simulations_left > 0 and self.confirm_blocks(shapes):
+                pass
         return self
 
     def smallest(self) -> list[Decision]:
-        """The plan with the fewest device bytes: what is larger than a ring slot, or than half the staging
-        room, goes
-        another way; both limits are tried at every layer size."""
-        profile, count = self.profile, len(self.profile.layers)
-        sizes = sorted({0, *(x.bytes for x in profile.layers), *profile.own_bytes})
+        """The plan with the fewest device bytes.
 
-        def by_mode(limit: int) -> list[Mode]:
-            found = []
-            for i, layer in enumerate(profile.layers):
-                modes = {x[0] for x in self.choices.options[i]}
-                streams = layer.bytes <= limit or (Mode.DHA not in modes and profile.own_bytes[i] <= limit)
-                found.append(Mode.DHA if Mode.DHA in modes else Mode.STREAM if streams else Mode.GFGB)
-            return found
+        A tied parameter is read layer by layer or copied once for all: up to four are tried both ways.
+        """
+        groups = [readers for readers in self.profile.readers if len(readers) > 1]
+        some = chain.from_iterable(combinations(groups, n) for n in range(len(groups) + 1))
+        plans = (self._smallest(set(chain.from_iterable(whole))) for whole in islice(some, 16))
+        return min(plans, key=self.bytes)
 
-        def by_grad(limit: int, i: int) -> Grad:
-            grads = {x[1] for x in self.choices.options[i] if x[2] is Update.HOST}
-            if Grad.DIRECT in grads:
-                return Grad.DIRECT
-            return Grad.STAGE if profile.own_bytes[i] <= limit or Grad.KEEP not in grads else Grad.KEEP
+    def _smallest(self, whole: set[int]) -> list[Decision]:
+        """The same with the layers `whole` in GFGB and the others DHA where usable.
 
-        grad_limit = min(
-            sizes,
-            key=lambda limit: self.bytes([(Mode.GFGB, by_grad(limit, i), Update.HOST) for i in range(count)]),
-        )
-        grads = [by_grad(grad_limit, i) for i in range(count)]
-        plans = [list(zip(by_mode(limit), grads, [Update.HOST] * count, strict=True)) for limit in sizes]
-        best = min(plans, key=self.bytes)
-        for (
-            readers
-        ) in profile.readers:  # one copy for all readers may be less than ring slots for some of them
-            if len(readers) > 1:
-                best = min((best, self.choices.apply(best, readers, Mode.GFGB)), key=self.bytes)
-        return best
+        Up to some size the rest stream, and up to some size gradients are staged: ring slots and staging room
+        are as large as the largest, so the largest may be better off whole.
+        """
+        layers, own, options = self.profile.layers, self.profile.own_bytes, self.choices.options
+        count = len(layers)
+        by_dha = [i not in whole and any(x[0] is Mode.DHA for x in options[i]) for i in range(count)]
+        grads = [{x[1] for x in options[i] if x[2] is Update.HOST} for i in range(count)]
+        copied = [i for i in range(count) if not by_dha[i] and i not in whole]
+        offered = [i for i in range(count) if Grad.KEEP in grads[i] and Grad.DIRECT not in grads[i]]
+        ring = _limit([layers[i].bytes for i in copied], self.slots)
+        staging = _limit([own[i] for i in offered if not self.profile.tied[i]], STAGED)
+        found: list[Decision] = []
+        for i in range(count):
+            mode = Mode.STREAM if i not in whole and layers[i].bytes <= ring else Mode.GFGB
+            grad = Grad.KEEP if i in offered and own[i] > staging and not self.profile.tied[i] else Grad.STAGE
+            grad = Grad.DIRECT if Grad.DIRECT in grads[i] else grad
+            found.append((Mode.DHA if by_dha[i] else mode, grad, Update.HOST))
+        return found
 
     def starts(self, paper: Sequence[Decision], smallest: list[Decision]) -> list[list[Decision]]:
         """Plans that fit to begin with: plain ones, and as much of them as fits laid over the smallest."""
@@ -179,49 +196,44 @@ class _Search:
         plain = [list(paper), all_of(Mode.GFGB), by_dha, all_of(Mode.STREAM)]
         if self.budget is None:
             return [*plain, smallest]
-        forward = list(range(count))
-        gain = sorted(
-            forward, key=lambda i: -self.profile.layers[i].t_trans / max(1, self.profile.own_bytes[i])
-        )
-        orders = (forward, forward[::-1], gain)
+        front = list(range(count))
+        orders = [front, front[::-1]]
         found = [smallest, *(x for x in plain if self.fits(x))]
         staged = [(mode, Grad.STAGE, update) for mode, _, update in smallest]
-        bases = [smallest, overlay(self.choices, smallest, staged, forward[::-1], self.fits)]
+        bases = [smallest, overlay(self.choices, smallest, staged, front[::-1], self.fits)]
         if self.fits(plain[-1]):
             bases.append(plain[-1])
         device = all_of(Update.DEVICE)
         for base in bases:
-            layered = [overlay(self.choices, base, x, order, self.fits) for x in plain for order in orders]
+            layered = [
+                overlay(self.choices, base, x, order, self.fits) for x in plain[1:3] for order in orders
+            ]
             found += layered
-            found += [overlay(self.choices, x, device, order, self.fits) for x in (base, *layered[:9:3])
-                      for order in orders]  # fmt: skip
-        unique = {tuple(x): x for x in found}
-        return list(unique.values())
+            for x in (base, *layered[::2]):
+                found += [overlay(self.choices, x, device, order, self.fits) for order in orders]
+        return list({tuple(x): x for x in found}.values())
 
-    def climb(
-        self, start: Sequence[Decision], shapes: Sequence[tuple[int, ...]], work: int
-    ) -> list[Decision]:
+    def climb(self, start: Sequence[Decision], shapes: Sequence[Block], work: int) -> list[Decision]:
         """Change blocks as long as the estimate falls; the first change that helps is taken."""
         here, value = list(start), self.estimate.period(start)
+        stop = self.estimates_left - work
         improved = True
-        while improved and work > 0:
+        while improved:
             improved = False
             for block in shapes:
-                for new in neighbours(self.choices, here, [block]):
-                    work -= 1
+                for _, _, new in neighbours(self.choices, here, [block]):
+                    if self.estimates_left <= stop:
+                        return here
+                    self.estimates_left -= 1
                     seconds = self.estimate.period(new)
                     if seconds < value * (1 - 1e-9) and self.fits(new):
                         here, value, improved = new, seconds, True
-                if work <= 0:
-                    break
         return here
 
     def confirm(self, moves: Iterable[list[Decision]]) -> bool:
         """Simulate the most promising moves that fit until one beats the best plan. False when none does."""
         ranked = []
         for position, new in enumerate(moves):
-            if position >= self.estimates_left:
-                break
             seconds = self.bound(new)
             if seconds <= self.best_period and tuple(new) not in self.simulated:
                 ranked.append((seconds, position, new))
@@ -233,6 +245,25 @@ class _Search:
                 return True
         return False
 
+    def confirm_blocks(self, shapes: Sequence[Block]) -> bool:
+        """Rank changes of blocks by estimate, then try each, in that order, on the best plan so far."""
+        ranked = []
+        for position, (block, change, new) in enumerate(neighbours(self.choices, self.best, shapes)):
+            if self.estimates_left <= 0:
+                break
+            self.estimates_left -= 1
+            ranked.append((self.estimate.period(new), position, block, change))
+        ranked.sort(key=lambda item: item[:2])
+        improved = False
+        for _, _, block, change in ranked:
+            if self.simulations_left <= 0:
+                break
+            new = self.choices.apply(self.best, block, change)
+            worth = tuple(new) not in self.simulated and self.bound(new) < self.best_period
+            if worth and self.fits(new) and self.offer(new):
+                improved = True
+        return improved
+
     def plan(self, paper: Plan) -> Plan:
         """The best plan, with reasons and figures."""
         check_decisions(self.profile, self.best)
@@ -243,3 +274,12 @@ class _Search:
         )
         found = replace(paper, layers=layers, device_bytes=self.best_bytes, predicted_period=self.best_period)
         return replace(found, host_bytes=host_bytes(self.profile, found, state_bytes=self.state_bytes))
+
+
+def _limit(sizes: Sequence[int], room: int) -> int:
+    """The size up to which it is best to share `room` times the largest, larger ones staying whole."""
+    whole, best = sum(sizes), (sum(sizes), 0)
+    for size in sorted(sizes):
+        whole -= size
+        best = min(best, (whole + room * size, size))
+    return best[1]
