@@ -193,7 +193,7 @@ def _rows(
     jobs = [list(setups)] if ours else [[s] for s in setups]
     for job in jobs:
         for record in _spawn(name, system, job, timing, timeout * (1 if not ours else max(1, len(job) / 2))):
-            bound = next((b for b in document["bounds"] if _shape(b) == _shape(record)), {})
+            bound: dict[str, Any] = next((b for b in document["bounds"] if _shape(b) == _shape(record)), {})
             record["bound_ms"] = bound.get("bound_ms")
             if record["bound_ms"] and record["iter_ms"]:
                 record["over_bound"] = record["iter_ms"] / record["bound_ms"]

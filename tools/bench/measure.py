@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.metadata
 import math
@@ -137,9 +138,12 @@ def _train(name: str, system_name: str, setup: Setup, timing: Timing) -> dict[st
         }
         if timing.profile and on_device:
             result |= busy(lambda i: system.step(pool[: setup.accumulate]), system, iter_ms)
-        return result
-    finally:
-        system.close()
+    except BaseException:
+        with contextlib.suppress(Exception):  # what went wrong first is the row's reason
+            system.close()
+        raise
+    system.close()
+    return result
 
 
 class Clock:
@@ -207,7 +211,7 @@ def busy(step: Callable[[int], Any], system: System, iter_ms: float, count: int 
             torch.cuda.synchronize()
         spans: dict[str, list[tuple[float, float]]] = {"busy_share": [], "h2d_share": [], "d2h_share": []}
         for e in trace.events():
-            if "cuda" not in str(e.device_type).lower():
+            if "cuda" not in str(e.device_type).lower() or getattr(e, "is_user_annotation", False):
                 continue
             key = "busy_share"
             if "memcpy" in e.name.lower():

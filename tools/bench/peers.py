@@ -109,7 +109,8 @@ class Fsdp2(System):
         import torch.distributed as dist
 
         _alone()
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=self.device)
+        torch.cuda.set_device(self.device)
+        dist.init_process_group("cpu:gloo,cuda:nccl")
         model.float()
         options = {
             "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=True),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import memferry_ascend as mf
 from memferry_ascend import hostmath
-from memferry_ascend.backends.base import Backend, Event, HostSlab
+from memferry_ascend.backends.base import Backend, Event, HostSlab, align
 from memferry_ascend.clipping import factor
 from memferry_ascend.config import host_threads
 
@@ -204,6 +204,7 @@ class NativeOffload(System):
         self.up, self.down = backend.stream("upload"), backend.stream("download")
         self.params = list(model.parameters())
         self.slabs: list[HostSlab] = []
+        self._open: dict[bool, tuple[HostSlab, int]] = {}
         self.hi, self.grad, self.acc = {}, {}, {}  # type: dict[int, Tensor], dict[int, Tensor], dict[int, Tensor]
         segments = []
         for p in self.params:
@@ -223,21 +224,15 @@ class NativeOffload(System):
         self.norms: list[Tensor] = []
         self.done = 0
 
-    _open: tuple[HostSlab, int] | None = None
-
     def _host(self, nbytes: int, dtype: torch.dtype, mapped: bool = True) -> Tensor:
-        """Part of a slab; registering memory piece by piece takes longer."""
-        room = (nbytes + 511) // 512 * 512
-        if not mapped:
-            return torch.zeros(nbytes // dtype.itemsize, dtype=dtype)
-        if self._open is None or self._open[1] + room > self._open[0].nbytes:
-            slab = self.backend.alloc_host(
-                max(room, (1 if self.setup.backend == "cpu" else 256) << 20), mapped=True
-            )
+        """Part of a slab: registering memory piece by piece takes longer."""
+        room = align(nbytes)
+        slab, at = self._open.get(mapped, (None, 0))
+        if slab is None or at + room > slab.nbytes:
+            size = max(room, (1 if self.setup.backend == "cpu" else 256) << 20)
+            slab, at = self.backend.alloc_host(size, mapped=mapped), 0
             self.slabs.append(slab)
-            self._open = (slab, 0)
-        slab, at = self._open
-        self._open = (slab, at + room)
+        self._open[mapped] = (slab, at + room)
         return slab.host[at : at + nbytes].view(dtype)
 
     def _left(self, p: Tensor) -> None:
@@ -245,11 +240,12 @@ class NativeOffload(System):
         assert grad is not None
         if self.setup.clip is not None and self.setup.accumulate == 1:
             self.norms.append(torch.linalg.vector_norm(grad, dtype=torch.float32))
+        flat = grad.contiguous().view(-1)
         made: Event = self.backend.event()
         self.backend.compute.record(made)
         self.down.wait(made)
-        self.down.copy(self.grad[id(p)], grad.contiguous().view(-1))
-        self._release(grad)
+        self.down.copy(self.grad[id(p)], flat)
+        self._release(flat)
         p.grad = None
 
     def _release(self, grad: Tensor) -> None:
@@ -307,7 +303,7 @@ class NativeOffload(System):
         del self.program
         for store in (self.hi, self.grad, self.acc):
             store.clear()
-        self._open = None
+        self._open.clear()
         for slab in self.slabs:
             self.backend.free_host(slab)
         self.slabs.clear()
