@@ -133,7 +133,8 @@ class Fsdp2(System):
 
 
 class TorchAO(System):
-    """CPUOffloadOptimizer over torch's AdamW."""
+    """CPUOffloadOptimizer over torch's AdamW. It copies gradients to the host while backward runs, so a norm taken
+    afterwards could not change what it applies: it has no clipped rows."""
 
     reusable = False
     states = "device bf16 parameter; host bf16 parameter, gradient and moments: no fp32 state"
@@ -142,13 +143,15 @@ class TorchAO(System):
     def __init__(self, model: nn.Module, setup: Setup) -> None:
         super().__init__(model, setup)
         optim = _needs("torchao.optim", setup)
-        if setup.accumulate > 1 or setup.clip is not None:
-            self.note += "; gradients stay on the device until step (offload_gradients allows neither clipping nor sums)"
+        if setup.clip is not None:
+            raise Unavailable(
+                "CPUOffloadOptimizer takes its gradients during backward: they cannot be clipped"
+            )
         model.to(self.device)
         self.optimizer = optim.CPUOffloadOptimizer(
             model.parameters(),
             torch.optim.AdamW,
-            offload_gradients=setup.accumulate == 1 and setup.clip is None,
+            offload_gradients=setup.accumulate == 1,  # sums stay on the device, in bf16
             fused=True,
             lr=LR,
             weight_decay=DECAY,
@@ -156,8 +159,6 @@ class TorchAO(System):
 
     def step(self, micro: list[Batch]) -> Tensor:
         loss = self.backwards(micro)
-        if self.setup.clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.setup.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
