@@ -1,0 +1,38 @@
+"""One process of the harness: `python -m memferry_ascend.bench.worker JOB.json`, results a JSON line each.
+
+A job names the model, the system (or "bound") and several settings; each result is written as soon as it is known, so
+that what is done survives what comes after it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from .bound import bound
+from .measure import Timing, row
+from .systems import Setup
+
+
+def run(job: dict[str, Any], out: Path) -> None:
+    """Every setting of the job in turn."""
+    timing = Timing(**job["timing"])
+    for fields in job["setups"]:
+        setup = Setup(**fields)
+        if job["system"] == "bound":
+            result = bound(job["model"], setup, timing)
+        else:
+            result = row(job["model"], job["system"], setup, timing)
+        with out.open("a") as file:
+            file.write(json.dumps(result, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+if __name__ == "__main__":
+    run(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(0)  # some systems' threads never end
