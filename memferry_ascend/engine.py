@@ -275,6 +275,7 @@ class Engine:
         self._step_tickets[turn] = [
             (ug.resident.unit.index, self._jobs.ticket(ug.resident.unit.index)) for ug, _ in parts
         ]
+        self._jobs.next_epoch()
         stepped = [s for ug in early for s in ug.states] + [s for _, part in parts for s in part]
         torch.autograd.graph.increment_version([s.p.param for s in stepped])
         self._gradients.consumed(stepped)

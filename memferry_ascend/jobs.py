@@ -114,6 +114,10 @@ class Jobs(ABC):
         """Nothing queued on `queue` from now on runs before the unit's latest update is done. Returns True if its
         upload is covered too. Where the device cannot wait for the host, the calling thread does."""
 
+    def next_epoch(self) -> None:
+        """A step was handed over: its jobs come before whatever is submitted from now on."""
+        return None
+
     device_waits: bool = False
     """`hold` never blocks the calling thread."""
 
@@ -351,6 +355,9 @@ class NativeJobs(Jobs):
 
     def updated(self, unit: int) -> bool:
         return self.worker.done(unit)
+
+    def next_epoch(self) -> None:
+        self.worker.next_epoch()
 
     def ticket(self, unit: int) -> int:
         return self._tickets[unit]

@@ -94,6 +94,7 @@ void bind_pipeline(py::module_& m) {
         .def("submitted", &Worker::submitted)
         .def("done", &Worker::done)
         .def("drain", [](Worker& w) { unlocked([&] { w.drain(); }); })
+        .def("next_epoch", &Worker::next_epoch)
         .def("error", &Worker::error)
         .def("close", [](Worker& w) { unlocked([&] { w.close(); }); })
         .def("delay", &Worker::delay)

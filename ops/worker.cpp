@@ -34,6 +34,7 @@ void Worker::submit(Job job) {
         if (!error_.empty()) throw std::runtime_error(error_);
         if (closing_) throw std::runtime_error("the engine is closed");
         job.sequence = sequence_++;
+        job.epoch = epoch_;
         ++submitted_.at(job.slot);
         jobs_.push(std::move(job));
     }
@@ -141,6 +142,11 @@ void Worker::drain() {
     std::unique_lock<std::mutex> lock(mutex_);
     progress_.wait(lock, [this] { return !error_.empty() || (jobs_.empty() && !running_); });
     if (!error_.empty()) throw std::runtime_error(error_);
+}
+
+void Worker::next_epoch() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ++epoch_;
 }
 
 std::string Worker::error() {

@@ -48,7 +48,9 @@ struct Flag {
 };
 
 struct Job {
-    int64_t priority = 0, sequence = 0, slot = 0;
+    // Jobs of an older epoch (step) come first whatever their priority: the device may be waiting for them before it can
+    // produce what a newer job waits for.
+    int64_t epoch = 0, priority = 0, sequence = 0, slot = 0;
     std::vector<uint64_t> waits;
     std::vector<AdamSegment> segments;
     std::vector<Fold> folds;
@@ -76,6 +78,7 @@ public:
     int64_t submitted(int64_t slot);
     bool done(int64_t slot);
     void drain();
+    void next_epoch();
     std::string error();
     void close();  // finishes queued jobs, or drops them after an error, and joins the thread
 
@@ -89,6 +92,7 @@ private:
     void raise_flag(const Job& job, bool failed);
     struct Later {
         bool operator()(const Job& a, const Job& b) const {
+            if (a.epoch != b.epoch) return a.epoch > b.epoch;
             return a.priority != b.priority ? a.priority > b.priority : a.sequence > b.sequence;
         }
     };
@@ -98,7 +102,7 @@ private:
     std::condition_variable wake_, progress_;
     std::priority_queue<Job, std::vector<Job>, Later> jobs_;
     std::vector<int64_t> submitted_, completed_;
-    int64_t sequence_ = 0;
+    int64_t sequence_ = 0, epoch_ = 0;
     bool running_ = false, closing_ = false, record_ = false;
     std::string error_;
     std::vector<Interval> intervals_;

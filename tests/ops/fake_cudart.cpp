@@ -1,0 +1,116 @@
+// A CUDA runtime of a few calls over threads: streams are queues, events are counters, a stream can wait for a word. Only
+// what the native driver uses, so that its ordering can be tested where there is no GPU.
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+namespace {
+std::mutex m;  // one lock for everything: this is a test
+std::condition_variable cv;
+
+struct Event {
+    int64_t recorded = 0, reached = 0;
+};
+
+struct Stream {
+    std::deque<std::function<void()>> queue;
+    bool busy = false, stop = false;
+    std::thread thread{[this] {
+        for (;;) {
+            std::function<void()> task;
+            {
+                std::unique_lock<std::mutex> lock(m);
+                busy = false;
+                cv.notify_all();
+                cv.wait(lock, [this] { return stop || !queue.empty(); });
+                if (queue.empty()) return;
+                task = std::move(queue.front());
+                queue.pop_front();
+                busy = true;
+            }
+            task();
+        }
+    }};
+};
+
+void push(void* stream, std::function<void()> task) {
+    std::lock_guard<std::mutex> lock(m);
+    static_cast<Stream*>(stream)->queue.push_back(std::move(task));
+    cv.notify_all();
+}
+
+std::atomic<int> fail_copy{-1};
+}  // namespace
+
+extern "C" {
+void* fake_stream() { return new Stream; }
+void* fake_event() { return new Event; }
+void fake_fail_copy(int after) { fail_copy = after; }
+void fake_synchronize(void* stream) {
+    auto* s = static_cast<Stream*>(stream);
+    std::unique_lock<std::mutex> lock(m);
+    cv.wait(lock, [s] { return s->queue.empty() && !s->busy; });
+}
+int fake_idle(void* stream, double seconds) {
+    auto* s = static_cast<Stream*>(stream);
+    std::unique_lock<std::mutex> lock(m);
+    return cv.wait_for(lock, std::chrono::duration<double>(seconds), [s] { return s->queue.empty() && !s->busy; });
+}
+int cudaSetDevice(int) { return 0; }
+int cudaEventRecord(void* event, void* stream) {
+    auto* e = static_cast<Event*>(event);
+    int64_t number;
+    {
+        std::lock_guard<std::mutex> lock(m);
+        number = ++e->recorded;
+    }
+    push(stream, [e, number] {
+        std::lock_guard<std::mutex> lock(m);
+        e->reached = number;
+        cv.notify_all();
+    });
+    return 0;
+}
+int cudaEventSynchronize(void* event) {
+    auto* e = static_cast<Event*>(event);
+    std::unique_lock<std::mutex> lock(m);
+    const int64_t number = e->recorded;
+    cv.wait(lock, [&] { return e->reached >= number; });
+    return 0;
+}
+int cudaStreamWaitEvent(void* stream, void* event, unsigned) {
+    auto* e = static_cast<Event*>(event);
+    int64_t number;
+    {
+        std::lock_guard<std::mutex> lock(m);
+        number = e->recorded;
+    }
+    push(stream, [e, number] {
+        std::unique_lock<std::mutex> lock(m);
+        cv.wait(lock, [&] { return e->reached >= number; });
+    });
+    return 0;
+}
+int cudaMemcpyAsync(void* dst, const void* src, size_t n, int, void* stream) {
+    if (fail_copy >= 0 && fail_copy-- == 0) return 700;
+    push(stream, [=] { std::memcpy(dst, src, n); });
+    return 0;
+}
+int cuStreamWaitValue32_v2(void* stream, uint64_t address, uint32_t value, unsigned) {
+    push(stream, [=] {
+        auto* word = reinterpret_cast<uint32_t*>(address);
+        while (static_cast<int32_t>(__atomic_load_n(word, __ATOMIC_ACQUIRE) - value) < 0)
+            std::this_thread::yield();  // as the device polls
+    });
+    return 0;
+}
+int cuStreamWriteValue32_v2(void* stream, uint64_t address, uint32_t value, unsigned) {
+    push(stream, [=] { __atomic_store_n(reinterpret_cast<uint32_t*>(address), value, __ATOMIC_RELEASE); });
+    return 0;
+}
+}

@@ -1,0 +1,181 @@
+"""The native worker's protocol on a CUDA runtime made of threads: the host runs ahead, and nothing deadlocks or tears.
+
+The loop below is the engine's: per iteration the compute stream waits for each unit's word, "computes" (copies the
+parameters into the gradients), and each unit's gradient leaves for the host, where a job updates it and uploads it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from memferry_ascend import hostmath
+from memferry_ascend.backends.cpu import CpuBackend
+from memferry_ascend.errors import FerryError
+from memferry_ascend.hostmath import AdamHyper, AdamProgram, AdamSegment
+
+pytestmark = pytest.mark.skipif(
+    not hostmath.NATIVE or shutil.which("g++") is None, reason="needs the extension and g++"
+)
+
+UNITS, NUMEL = 6, 300
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("cudart") / "libfake_cudart.so"
+    source = Path(__file__).with_name("fake_cudart.cpp")
+    subprocess.run(
+        ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", str(source), "-o", str(out)], check=True
+    )
+    return str(out)
+
+
+class Machine:
+    """Streams, units and jobs over the fake runtime."""
+
+    def __init__(self, library: str) -> None:
+        from memferry_ascend import _ops
+        from memferry_ascend.jobs import NativeJobs
+
+        self.lib = ctypes.CDLL(library)
+        for name in ("fake_stream", "fake_event"):
+            getattr(self.lib, name).restype = ctypes.c_void_p
+        self.lib.fake_idle.argtypes = [ctypes.c_void_p, ctypes.c_double]
+        self.lib.fake_synchronize.argtypes = [ctypes.c_void_p]
+        self.driver = _ops.Driver("cuda", library, 0)
+        backend = CpuBackend()
+        backend.device_waits = True
+        self.jobs = NativeJobs(backend, self.driver, UNITS)
+        self.compute, self.upload, self.download = (self.stream() for _ in range(3))
+        g = torch.Generator().manual_seed(0)
+        self.units = []
+        for _ in range(UNITS):
+            host = torch.randn(NUMEL, generator=g)
+            state = SimpleNamespace(
+                host=host,
+                buffer=host.clone(),
+                device_grad=torch.empty(NUMEL),
+                grad=torch.zeros(NUMEL),
+                m=torch.zeros(NUMEL),
+                v=torch.zeros(NUMEL),
+                events=[(self.event(), self.event()) for _ in range(2)],
+                uploaded=self.event(),
+                tickets=[0, 0],
+            )
+            state.program = AdamProgram([AdamSegment(state.grad, host, None, state.m, state.v)])
+            self.units.append(state)
+
+    def stream(self) -> Any:
+        handle = self.lib.fake_stream()
+        return SimpleNamespace(
+            handle=handle, wait_word=lambda address, value: self.driver.wait_value(handle, address, value)
+        )
+
+    def event(self) -> Any:
+        return SimpleNamespace(handle=self.lib.fake_event())
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
+        self.driver.copy(dst.data_ptr(), src.data_ptr(), dst.nbytes, 3, stream.handle)
+
+    def iteration(self, step: int) -> None:
+        for k, _ in enumerate(self.units):
+            if step > 1:
+                self.jobs.hold(k, self.compute)
+        turn = step % 2
+        for k in reversed(range(UNITS)):
+            u = self.units[k]
+            self.copy(u.device_grad, u.buffer, self.compute)
+            ready, downloaded = u.events[turn]
+            self.jobs.wait_ticket(k, u.tickets[turn])
+            self.driver.batch(
+                [(u.grad.data_ptr(), u.device_grad.data_ptr(), u.grad.nbytes)],
+                2,
+                self.download.handle,
+                self.compute.handle,
+                ready.handle,
+                downloaded.handle,
+            )
+            self.driver.wait(self.compute.handle, downloaded.handle)
+            update = SimpleNamespace(
+                prepare=lambda part, summed, hypers, u=u: u.program.prepare([AdamHyper(lr=0.01, step=step)])
+            )
+            upload = SimpleNamespace(
+                dst=u.buffer, src=u.host, stream=self.upload, after=downloaded, done=u.uploaded
+            )
+            self.submit(k, update, upload, [downloaded])
+            u.tickets[turn] = self.jobs.ticket(k)
+        self.jobs.next_epoch()
+
+    def submit(self, k: int, update: Any, upload: Any, waits: list[Any]) -> None:
+        import memferry_ascend.jobs as jobs_module
+
+        native, jobs_module.NativeUpdate = jobs_module.NativeUpdate, object  # type: ignore[misc,assignment]
+        try:
+            self.jobs.update(k, k, waits, update, [], False, [], self.jobs.new_scale(), upload, None)
+        finally:
+            jobs_module.NativeUpdate = native  # type: ignore[misc]
+
+
+@pytest.fixture
+def machine(library: str) -> Iterator[Machine]:
+    m = Machine(library)
+    yield m
+    m.jobs.close()
+
+
+def serial(steps: int) -> list[torch.Tensor]:
+    out = []
+    g = torch.Generator().manual_seed(0)
+    for _ in range(UNITS):
+        p, grad, m, v = (
+            torch.randn(NUMEL, generator=g),
+            torch.zeros(NUMEL),
+            torch.zeros(NUMEL),
+            torch.zeros(NUMEL),
+        )
+        program = AdamProgram([AdamSegment(grad, p, None, m, v)])
+        for step in range(1, steps + 1):
+            grad.copy_(p)
+            program.run([AdamHyper(lr=0.01, step=step)])
+        out.append(p)
+    return out
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.002])
+def test_running_ahead_neither_deadlocks_nor_tears(machine: Machine, delay: float) -> None:
+    machine.jobs.worker.delay(delay, 1)
+    for step in range(1, 13):
+        machine.iteration(step)
+    assert machine.lib.fake_idle(machine.compute.handle, 20.0), "the compute stream waits for ever"
+    machine.jobs.drain()
+    machine.lib.fake_synchronize(machine.upload.handle)
+    for u, want in zip(machine.units, serial(12), strict=True):
+        assert torch.equal(u.host, want)
+        assert torch.equal(u.buffer, want)
+
+
+def test_a_failed_job_lets_the_device_go_and_is_raised(machine: Machine) -> None:
+    machine.iteration(1)
+    machine.jobs.drain()
+    machine.lib.fake_fail_copy(2 * UNITS)  # the first upload after the next iteration's gradient copies
+
+    def go_on() -> None:
+        for step in range(2, 6):
+            machine.iteration(step)
+            machine.jobs.drain()
+
+    with pytest.raises(FerryError, match="MemcpyAsync failed with error 700"):
+        go_on()
+    machine.lib.fake_fail_copy(-1)
+    assert machine.lib.fake_idle(machine.compute.handle, 20.0), "the compute stream waits for ever"
+    with pytest.raises(FerryError, match="go back to the last checkpoint"):
+        machine.jobs.check()
