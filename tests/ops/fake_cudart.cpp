@@ -44,13 +44,13 @@ void push(void* stream, std::function<void()> task) {
     cv.notify_all();
 }
 
-std::atomic<int> fail_copy{-1};
+std::atomic<void*> failing{nullptr};
 }  // namespace
 
 extern "C" {
 void* fake_stream() { return new Stream; }
 void* fake_event() { return new Event; }
-void fake_fail_copy(int after) { fail_copy = after; }
+void fake_fail_copies(void* stream) { failing = stream; }
 void fake_synchronize(void* stream) {
     auto* s = static_cast<Stream*>(stream);
     std::unique_lock<std::mutex> lock(m);
@@ -97,7 +97,7 @@ int cudaStreamWaitEvent(void* stream, void* event, unsigned) {
     return 0;
 }
 int cudaMemcpyAsync(void* dst, const void* src, size_t n, int, void* stream) {
-    if (fail_copy >= 0 && fail_copy-- == 0) return 700;
+    if (stream == failing) return 700;
     push(stream, [=] { std::memcpy(dst, src, n); });
     return 0;
 }

@@ -50,6 +50,7 @@ class Machine:
         for name in ("fake_stream", "fake_event"):
             getattr(self.lib, name).restype = ctypes.c_void_p
         self.lib.fake_idle.argtypes = [ctypes.c_void_p, ctypes.c_double]
+        self.lib.fake_fail_copies.argtypes = [ctypes.c_void_p]
         self.lib.fake_synchronize.argtypes = [ctypes.c_void_p]
         self.driver = _ops.Driver("cuda", library, 0)
         backend = CpuBackend()
@@ -129,6 +130,7 @@ class Machine:
 def machine(library: str) -> Iterator[Machine]:
     m = Machine(library)
     yield m
+    m.lib.fake_fail_copies(None)
     m.jobs.close()
 
 
@@ -166,7 +168,7 @@ def test_running_ahead_neither_deadlocks_nor_tears(machine: Machine, delay: floa
 def test_a_failed_job_lets_the_device_go_and_is_raised(machine: Machine) -> None:
     machine.iteration(1)
     machine.jobs.drain()
-    machine.lib.fake_fail_copy(2 * UNITS)  # the first upload after the next iteration's gradient copies
+    machine.lib.fake_fail_copies(machine.upload.handle)
 
     def go_on() -> None:
         for step in range(2, 6):
@@ -175,7 +177,6 @@ def test_a_failed_job_lets_the_device_go_and_is_raised(machine: Machine) -> None
 
     with pytest.raises(FerryError, match="MemcpyAsync failed with error 700"):
         go_on()
-    machine.lib.fake_fail_copy(-1)
     assert machine.lib.fake_idle(machine.compute.handle, 20.0), "the compute stream waits for ever"
     with pytest.raises(FerryError, match="go back to the last checkpoint"):
         machine.jobs.check()
