@@ -8,6 +8,7 @@ is never used: it rounds to powers of two.
 from __future__ import annotations
 
 import bisect
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -182,6 +183,8 @@ class CudaBackend(Backend):
                 f"backend 'cuda': rank wants device {index}, the machine has {torch.cuda.device_count()}; start fewer "
                 "processes per node"
             )
+        # A stream that waits for a word must not share a hardware queue with the copy that it waits for.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
         torch.cuda.init()
@@ -193,8 +196,12 @@ class CudaBackend(Backend):
         self.device_waits = self._can_wait()
 
     def _can_wait(self) -> bool:
-        """Try it: a word written and awaited in stream order."""
-        if self._driver is None or not self._driver.has_values():
+        """Try it: a word written and awaited in stream order. MEMFERRY_HOST_WAITS=1 turns it off."""
+        if (
+            os.environ.get("MEMFERRY_HOST_WAITS") == "1"
+            or self._driver is None
+            or not self._driver.has_values()
+        ):
             return False
         slab = self.alloc_host(4096, mapped=True)
         assert slab.device is not None
