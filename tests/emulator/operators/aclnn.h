@@ -59,6 +59,7 @@ struct Out;      // the same, written by the operator
 struct Tensors;  // std::vector<at::Tensor>
 struct Outs;
 struct Scalar;   // at::Scalar
+struct MaybeScalar;  // std::optional<at::Scalar>
 struct Scalars;  // std::vector<at::Scalar>
 struct Ints;     // std::optional<std::vector<int64_t>>, nullopt where torch_npu passes none
 struct Bools;    // std::vector<bool>
@@ -110,6 +111,14 @@ template <> struct Arg<Scalar> {
     using Held = at::Scalar;
     using Body = at::Scalar;
     static Held hold(C scalar) { return scalar ? scalar->value : at::Scalar(); }
+    static Body open(Kernel&, Held& held) { return held; }
+};
+
+template <> struct Arg<MaybeScalar> {
+    using C = const aclScalar*;
+    using Held = std::optional<at::Scalar>;
+    using Body = Held;
+    static Held hold(C scalar) { return scalar ? Held(scalar->value) : std::nullopt; }
     static Body open(Kernel&, Held& held) { return held; }
 };
 
@@ -196,7 +205,8 @@ inline void put(const at::Tensor& out, const at::Tensor& result) {
 }  // namespace emu
 
 #define EMU_PARENS ()
-#define EMU_EXPAND(...) EMU_EXPAND2(EMU_EXPAND2(EMU_EXPAND2(EMU_EXPAND2(__VA_ARGS__))))
+#define EMU_EXPAND(...) EMU_EXPAND3(EMU_EXPAND3(EMU_EXPAND3(__VA_ARGS__)))
+#define EMU_EXPAND3(...) EMU_EXPAND2(EMU_EXPAND2(EMU_EXPAND2(__VA_ARGS__)))
 #define EMU_EXPAND2(...) EMU_EXPAND1(EMU_EXPAND1(EMU_EXPAND1(EMU_EXPAND1(__VA_ARGS__))))
 #define EMU_EXPAND1(...) __VA_ARGS__
 #define EMU_EACH(macro, ...) __VA_OPT__(EMU_EXPAND(EMU_EACH_STEP(macro, __VA_ARGS__)))

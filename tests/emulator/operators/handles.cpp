@@ -101,7 +101,7 @@ EMU_API aclScalar* aclCreateScalar(void* value, aclDataType type) {
 
 EMU_API aclIntArray* aclCreateIntArray(const int64_t* v, uint64_t n) { return new aclIntArray{{v, v + n}}; }
 EMU_API aclFloatArray* aclCreateFloatArray(const float* v, uint64_t n) { return new aclFloatArray{{v, v + n}}; }
-EMU_API aclBoolArray* aclCreateBoolArray(const bool* v, uint64_t n) { return new aclBoolArray{{v, v + n}}; }
+EMU_API aclBoolArray* aclCreateBoolArray(const bool* v, uint64_t n) { return new aclBoolArray{std::vector<bool>(v, v + n)}; }
 EMU_API aclTensorList* aclCreateTensorList(aclTensor* const* v, uint64_t n) { return new aclTensorList{{v, v + n}}; }
 EMU_API aclScalarList* aclCreateScalarList(aclScalar* const* v, uint64_t n) { return new aclScalarList{{v, v + n}}; }
 

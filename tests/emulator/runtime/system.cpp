@@ -52,3 +52,9 @@ EMU_API uint64_t MsprofGetHashId(const char*, size_t) { return 0; }
 EMU_API int32_t MsprofReportApi(uint32_t, const void*) { return 0; }
 EMU_API int32_t MsprofReportCompactInfo(uint32_t, const void*, uint32_t) { return 0; }
 EMU_API int32_t MsprofReportAdditionalInfo(uint32_t, const void*, uint32_t) { return 0; }
+
+// Operators of the older kind, which torch_npu falls back to where an aclnn operator is missing.
+EMU_API aclError aclopCompileAndExecute(const char* name, int, void*, void*, int, void*, void*, void*, int, int, const char*,
+                                        aclrtStream) {
+    return refuse(ACL_ERROR_OP_NOT_FOUND, "operator %s is not emulated (tests/emulator/operators has the aclnn ones)", name);
+}
