@@ -56,3 +56,15 @@ OPERATOR(aclnnMseLoss, (Tensor) self, (Tensor) target, (int64_t) reduction, (Out
 OPERATOR(aclnnMseLossBackward, (Tensor) grad, (Tensor) self, (Tensor) target, (int64_t) reduction, (Out) out) {
     put(out, at::mse_loss_backward(grad, self, target, reduction));
 }
+
+OPERATOR(aclnnBinaryCrossEntropyWithLogits, (Tensor) self, (Tensor) target, (Tensor) weight, (Tensor) positive,
+         (int64_t) reduction, (Out) out) {
+    put(out, at::binary_cross_entropy_with_logits(self, target, weight, positive, reduction));
+}
+OPERATOR(aclnnApplyAdamWV2, (Out) parameter, (Out) mean, (Out) variance, (Out) largest, (Tensor) grad, (Tensor) step, (float) rate,
+         (float) beta1, (float) beta2, (float) decay, (float) epsilon, (bool) amsgrad, (bool) maximize) {
+    auto most = largest.defined() ? std::vector<at::Tensor>{largest} : std::vector<at::Tensor>{};
+    auto steps = step.to(at::kFloat).reshape({}) + 1;  // torch_npu passes the number of steps before this one
+    at::_fused_adamw_({parameter}, {grad}, {mean}, {variance}, most, {steps}, static_cast<double>(rate), beta1, beta2, decay,
+                      epsilon, amsgrad, maximize);
+}

@@ -26,6 +26,12 @@ OPERATOR(aclnnIndexSelect, (Tensor) self, (int64_t) dim, (Tensor) index, (Out) o
 OPERATOR(aclnnIndexAdd, (Tensor) self, (int64_t) dim, (Tensor) index, (Tensor) source, (Scalar) alpha, (Out) out) {
     put(out, at::index_add(self, dim, index, source, alpha));
 }
+OPERATOR(aclnnIndexFillTensor, (Tensor) self, (int64_t) dim, (Ints) index, (Scalar) value, (Out) out) {
+    put(out, at::index_fill(self, dim, at::tensor(*index), value));
+}
+OPERATOR(aclnnInplaceIndexFillTensor, (Out) self, (int64_t) dim, (Ints) index, (Scalar) value) {
+    self.index_fill_(dim, at::tensor(*index), value);
+}
 OPERATOR(aclnnScatterAdd, (Tensor) self, (int64_t) dim, (Tensor) index, (Tensor) source, (Out) out) {
     put(out, at::scatter_add(self, dim, index, source));
 }
@@ -56,3 +62,12 @@ OPERATOR(aclnnIndex, (Tensor) self, (Tensors) indices, (Out) out) { put(out, at:
 OPERATOR(aclnnIndexPutImpl, (Out) self, (Tensors) indices, (Tensor) values, (bool) accumulate, (bool) unsafe) {
     self.index_put_(index_list(indices), values, accumulate);
 }
+
+OPERATOR(aclnnOneHot, (Tensor) self, (int64_t) classes, (Tensor) on, (Tensor) off, (int64_t) axis, (Out) out) {
+    TORCH_CHECK(axis == -1, "one-hot along axis ", axis, " is not emulated");
+    auto hot = self.unsqueeze(-1) == at::arange(classes, self.options());
+    put(out, at::where(hot, on.reshape({}), off.reshape({})));
+}
+OPERATOR(aclnnNonzero, (Tensor) self, (Resized) out) { out.set(at::nonzero(self)); }
+OPERATOR(aclnnNonzeroV2, (Tensor) self, (Resized) out) { out.set(at::nonzero(self).t()); }
+OPERATOR(aclnnMaskedSelect, (Tensor) self, (Tensor) mask, (Resized) out) { out.set(at::masked_select(self, mask)); }

@@ -47,6 +47,8 @@ void say(const char* format, va_list arguments) {
     vsnprintf(line, sizeof line, format, arguments);
     fprintf(stderr, "[emulator] %s\n", line);
     std::lock_guard<std::mutex> guard(complaint_mutex);
+    if (const char* path = getenv("EMU_REPORT"))
+        if (FILE* report = fopen(path, "a")) fprintf(report, "%s\n", line), fclose(report);
     last_complaint() = line;
 }
 
