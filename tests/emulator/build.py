@@ -96,13 +96,17 @@ def missing_calls(provided: set[str]) -> list[str]:
 
 
 def stub_source(names: list[str]) -> str:
-    """A function each that says that it is not emulated and fails: null where a pointer is wanted, else 100024."""
+    """A function each that says once that it is not emulated, and fails.
+
+    The code is 100024. Functions that return a handle or ask about one return null or 0 in its place.
+    """
     lines = ["#include <stdio.h>"]
     for name in names:
-        pointer = "Create" in name and name.startswith(("aclCreate", "aclopCreate"))
+        handle = name.startswith(("aclCreate", "aclopCreate", "aclGetTensorDesc"))
         lines.append(
-            f'long {name}(void) {{ fprintf(stderr, "[emulator] {name} is not emulated\\n"); '
-            f"return {0 if pointer else 100024}; }}"
+            f"long {name}(void) {{ static int said; "
+            f'if (!said++) fprintf(stderr, "[emulator] {name} is not emulated\\n"); '
+            f"return {0 if handle else 100024}; }}"
         )
     return "\n".join(lines) + "\n"
 

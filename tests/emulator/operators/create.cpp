@@ -17,6 +17,9 @@ OPERATOR(aclnnArange, (Scalar) start, (Scalar) end, (Scalar) step, (Out) out) {
 OPERATOR(aclnnRange, (Scalar) start, (Scalar) end, (Scalar) step, (Out) out) {
     put(out, at::range(start, end, step, out.options()));
 }
+OPERATOR(aclnnLinspace, (Scalar) start, (Scalar) end, (int64_t) steps, (Out) out) {
+    put(out, at::linspace(start, end, steps, out.options()));
+}
 OPERATOR(aclnnEye, (int64_t) n, (int64_t) m, (Out) out) { put(out, at::eye(n, m, out.options())); }
 OPERATOR(aclnnTril, (Tensor) self, (int64_t) diagonal, (Out) out) { put(out, at::tril(self, diagonal)); }
 OPERATOR(aclnnTriu, (Tensor) self, (int64_t) diagonal, (Out) out) { put(out, at::triu(self, diagonal)); }
@@ -46,6 +49,10 @@ OPERATOR(aclnnInplaceBernoulli, (Out) self, (Scalar) probability, (int64_t) seed
 }
 OPERATOR(aclnnRandperm, (int64_t) count, (int64_t) seed, (int64_t) offset, (Out) out) {
     put(out, at::randperm(count, generator(seed, offset), out.options()));
+}
+
+OPERATOR(aclnnMultinomial, (Tensor) self, (int64_t) count, (bool) replacement, (int64_t) seed, (int64_t) offset, (Out) out) {
+    put(out, at::multinomial(self, count, replacement, generator(seed, offset)));
 }
 
 // A dropout mask holds one bit per element, the lowest first; 1 keeps the element.

@@ -116,6 +116,9 @@ OPERATOR(aclnnInplaceLerps, (Out) self, (Tensor) end, (Scalar) weight) { self.le
 OPERATOR(aclnnSWhere, (Tensor) condition, (Tensor) self, (Tensor) other, (Out) out) {
     put(out, at::where(condition, self, other));
 }
+OPERATOR(aclnnIsClose, (Tensor) self, (Tensor) other, (double) relative, (double) absolute, (bool) equal_nan, (Out) out) {
+    put(out, at::isclose(self, other, relative, absolute, equal_nan));
+}
 OPERATOR(aclnnEqual, (Tensor) self, (Tensor) other, (Out) out) { out.fill_(at::equal(self, other)); }
 
 OPERATOR(aclnnThresholdBackward, (Tensor) grad, (Tensor) self, (Scalar) threshold, (Out) out) {
@@ -124,6 +127,11 @@ OPERATOR(aclnnThresholdBackward, (Tensor) grad, (Tensor) self, (Scalar) threshol
 OPERATOR(aclnnTanhBackward, (Tensor) grad, (Tensor) output, (Out) out) { put(out, at::tanh_backward(grad, output)); }
 OPERATOR(aclnnSigmoidBackward, (Tensor) grad, (Tensor) output, (Out) out) { put(out, at::sigmoid_backward(grad, output)); }
 OPERATOR(aclnnSiluBackward, (Tensor) grad, (Tensor) self, (Out) out) { put(out, at::silu_backward(grad, self)); }
+
+OPERATOR(aclnnLeakyRelu, (Tensor) self, (Scalar) slope, (Out) out) { put(out, at::leaky_relu(self, slope)); }
+OPERATOR(aclnnSoftplus, (Tensor) self, (Scalar) beta, (Scalar) threshold, (Out) out) {
+    put(out, at::softplus(self, beta, threshold));
+}
 
 static const char* approximation(int64_t number) { return number == 1 ? "tanh" : "none"; }
 OPERATOR(aclnnGelu, (Tensor) self, (Out) out) { put(out, at::gelu(self)); }

@@ -57,6 +57,12 @@ OPERATOR(aclnnMseLossBackward, (Tensor) grad, (Tensor) self, (Tensor) target, (i
     put(out, at::mse_loss_backward(grad, self, target, reduction));
 }
 
+OPERATOR(aclnnSmoothL1Loss, (Tensor) self, (Tensor) target, (int64_t) reduction, (float) beta, (Out) out) {
+    put(out, at::smooth_l1_loss(self, target, reduction, beta));
+}
+OPERATOR(aclnnL1Loss, (Tensor) self, (Tensor) target, (int64_t) reduction, (Out) out) {
+    put(out, at::l1_loss(self, target, reduction));
+}
 OPERATOR(aclnnBinaryCrossEntropyWithLogits, (Tensor) self, (Tensor) target, (Tensor) weight, (Tensor) positive,
          (int64_t) reduction, (Out) out) {
     put(out, at::binary_cross_entropy_with_logits(self, target, weight, positive, reduction));

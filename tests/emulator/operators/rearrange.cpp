@@ -11,6 +11,7 @@ OPERATOR(aclnnSplitWithSize, (Tensor) self, (Ints) sizes, (int64_t) dim, (Outs) 
 }
 OPERATOR(aclnnRepeat, (Tensor) self, (Ints) repeats, (Out) out) { put(out, self.repeat(*repeats)); }
 OPERATOR(aclnnFlip, (Tensor) self, (Ints) dims, (Out) out) { put(out, at::flip(self, *dims)); }
+OPERATOR(aclnnRoll, (Tensor) self, (Ints) shifts, (Ints) dims, (Out) out) { put(out, at::roll(self, *shifts, *dims)); }
 OPERATOR(aclnnConstantPadNd, (Tensor) self, (Ints) pad, (Scalar) value, (Out) out) {
     put(out, at::constant_pad_nd(self, *pad, value));
 }

@@ -14,6 +14,10 @@ OPERATOR(aclnnMean, (Tensor) self, (Ints) dims, (bool) keep, (DType) type, (Out)
     put(out, at::mean(self, some(dims), keep, type));
 }
 OPERATOR(aclnnProd, (Tensor) self, (DType) type, (Out) out) { put(out, at::prod(self, type)); }
+OPERATOR(aclnnProdDim, (Tensor) self, (int64_t) dim, (bool) keep, (DType) type, (Out) out) {
+    put(out, at::prod(self, dim, keep, type));
+}
+OPERATOR(aclnnLogSumExp, (Tensor) self, (Ints) dims, (bool) keep, (Out) out) { put(out, at::logsumexp(self, every(dims), keep)); }
 OPERATOR(aclnnMax, (Tensor) self, (Out) out) { put(out, at::max(self)); }
 OPERATOR(aclnnMin, (Tensor) self, (Out) out) { put(out, at::min(self)); }
 OPERATOR(aclnnAmax, (Tensor) self, (Ints) dims, (bool) keep, (Out) out) { put(out, at::amax(self, every(dims), keep)); }

@@ -18,6 +18,16 @@ EMU_API const char* aclGetRecentErrMsg() {
     return line.c_str();
 }
 
+// Which CANN this claims to be: torch_npu asks before it uses what newer versions have (host memory with one address for
+// both sides needs CANN 8.5.0 and driver 26.0.rc1).
+EMU_API aclError aclsysGetCANNVersion(aclCANNPackageName name, aclCANNPackageVersion* version) {
+    if (!version) return ACL_ERROR_RT_PARAM_INVALID;
+    auto& text = name == ACL_PKG_NAME_DRIVER ? settings().driver : settings().cann;
+    *version = {};
+    snprintf(version->version, sizeof version->version, "%s", text.c_str());
+    return ACL_SUCCESS;
+}
+
 // torch_npu's own log.
 EMU_API void aclAppLog(aclLogLevel level, const char* function, const char*, uint32_t, const char* format, ...) {
     if (!settings().logs) return;
