@@ -12,6 +12,7 @@ torch_npu. docs/ascend.md says what the emulator enforces and what it does not e
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,12 +23,20 @@ LIBRARIES = ROOT / "build" / "emulator"
 SITE = ROOT / "build" / "ascend-site"
 
 
+def why_not() -> str | None:
+    """Why the emulator cannot run on this machine, or None. The wheel exists for x86-64 Linux."""
+    found = f"{platform.system()} {platform.machine()}"
+    return None if found == "Linux x86_64" else f"torch_npu's wheel is for Linux x86_64, this is {found}"
+
+
 def environment(devices: int = 2, hbm: int | None = None, **settings: object) -> dict[str, str]:
     """The environment of a process with `devices` emulated NPUs of `hbm` bytes each (8 GiB when omitted).
 
     Further settings are the emulator's own, in lower case and without their prefix: `fail="aclrtMalloc:3:207001"` sets
     EMU_FAIL. docs/ascend.md lists them. True and False become 1 and 0.
     """
+    if not (LIBRARIES / "libopapi.so").exists():
+        raise FileNotFoundError(f"the emulated CANN is not in {LIBRARIES}: run `make emulator`")
     result = {name: value for name, value in os.environ.items() if not name.startswith("EMU_")}
     if hbm is not None:
         settings["hbm"] = hbm
@@ -41,6 +50,7 @@ def environment(devices: int = 2, hbm: int | None = None, **settings: object) ->
     result["PYTHONPATH"] = prepend("PYTHONPATH", SITE, ROOT)
     result["LD_LIBRARY_PATH"] = prepend("LD_LIBRARY_PATH", LIBRARIES)
     result["ASCEND_HOME_PATH"] = str(LIBRARIES)
+    result["ASCEND_OPP_PATH"] = str(LIBRARIES / "opp")
     # torch_npu is imported by name, so that a program can say when, and catch what goes wrong.
     result["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     return result

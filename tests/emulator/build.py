@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,14 +24,18 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 OUT = ROOT / "build" / "emulator"
+OBJECTS = ROOT / "build" / "emulator-objects"
 SITE = ROOT / "build" / "ascend-site"
 WHEEL = "torch_npu==2.13.0"
 
 # Libraries that torch_npu is linked against and whose symbols libascendcl.so provides here.
 ALIASES = ["libhccl", "libacl_op_compiler", "libge_runner", "libgraph", "libacl_tdt_channel", "libruntime"]
+# Folders of a CANN installation that torch_npu looks for when ASCEND_HOME_PATH is set.
+TOOLKIT = ["opp", "runtime", "compiler"]
 # Where torch_npu's undefined symbols are looked for.
 USERS = ["lib/libtorch_npu.so", "lib/libtensorpipe.so", "lib/libnpu_profiler.so"]
-FLAGS = ["-std=c++20", "-O1", "-fPIC", "-w", "-pthread"]
+# Not optimised: the arithmetic is in torch's own kernels, and compiling takes most of the time.
+FLAGS = ["-std=c++20", "-O0", "-fPIC", "-w", "-pthread"]
 
 
 def torch_folder() -> Path:
@@ -52,14 +57,17 @@ def install_wheel() -> None:
     staging.rename(SITE)
 
 
+def machinery() -> str:
+    """What is given here: changes with the compiler, torch and torch_npu."""
+    versions = [path.read_text() for path in (torch_folder() / "version.py", SITE / "torch_npu" / "version.py")]
+    return "\n".join([run(["g++", "--version"]), str(torch_folder()), *versions])
+
+
 def fingerprint() -> str:
     """Changes whenever the libraries must be built again."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(machinery().encode())
     for path in sorted([*HERE.glob("*/*.cpp"), *HERE.glob("*/*.h"), HERE / "build.py"]):
         digest.update(path.name.encode() + path.read_bytes())
-    for path in (torch_folder() / "version.py", SITE / "torch_npu" / "version.py"):
-        digest.update(path.read_bytes())
-    digest.update(subprocess.run(["g++", "--version"], check=True, capture_output=True).stdout)
     return digest.hexdigest()
 
 
@@ -82,50 +90,78 @@ def missing_calls(provided: set[str]) -> list[str]:
     package = SITE / "torch_npu"
     users = [package / name for name in USERS] + list(package.glob("_C*.so"))
     wanted = set().union(*(symbols(user, "--undefined-only") for user in users))
-    cann = {
-        name for name in wanted if name.startswith(("acl", "Msprof", "Hccl")) or name[:3] in {"rtG", "rtK"}
-    }
+    cann = {name for name in wanted if name.startswith(("acl", "Msprof", "Hccl")) or name[:3] in {"rtG", "rtK"}}
     cann |= wanted & {"rtDevBinaryRegister", "rtFunctionRegister"}
     return sorted(cann - provided)
 
 
 def stub_source(names: list[str]) -> str:
-    """A function each that says that it is not emulated and fails: null where a pointer is wanted, else 100024."""
+    """A function each that says once that it is not emulated, and fails.
+
+    The code is 100024. Functions that return a handle or ask about one return null or 0 in its place.
+    """
     lines = ["#include <stdio.h>"]
     for name in names:
-        pointer = "Create" in name and name.startswith(("aclCreate", "aclopCreate"))
+        handle = name.startswith(("aclCreate", "aclopCreate", "aclGetTensorDesc"))
         lines.append(
-            f'long {name}(void) {{ fprintf(stderr, "[emulator] {name} is not emulated\\n"); '
-            f"return {0 if pointer else 100024}; }}"
+            f"long {name}(void) {{ static int said; "
+            f'if (!said++) fprintf(stderr, "[emulator] {name} is not emulated\\n"); '
+            f"return {0 if handle else 100024}; }}"
         )
     return "\n".join(lines) + "\n"
 
 
-def build(jobs: int) -> None:
-    """Compile everything into a fresh folder and put it in place."""
-    OUT.parent.mkdir(exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=OUT.parent, prefix="emulator-"))
+def cached(name: str, ingredients: list[str | bytes], make: Callable[[Path], object]) -> Path:
+    """A file in build/emulator-objects that is made again only when what it is made from changed."""
+    digest = hashlib.sha256()
+    for part in ingredients:
+        digest.update(part if isinstance(part, bytes) else part.encode())
+    stem, suffix = name.split(".", 1)
+    path = OBJECTS / f"{stem}-{digest.hexdigest()[:16]}.{suffix}"
+    if not path.exists():
+        for old in OBJECTS.glob(f"{stem}-{'[0-9a-f]' * 16}.{suffix}"):
+            old.unlink()
+        partial = path.with_name(f"partial-{path.name}")
+        make(partial)
+        partial.rename(path)
+    return path
+
+
+def build(jobs: int, machine: str) -> None:
+    """Compile what changed, link everything into a fresh folder and put it in place."""
+    OBJECTS.mkdir(parents=True, exist_ok=True)
     torch = torch_folder()
     acl = ["-I", str(SITE / "torch_npu" / "include")]
     aten = [*acl, "-isystem", str(torch / "include")]
     # ATen's headers take ten times as long as an operator file: parse them once.
-    header = folder / "parsed.h"
+    header = OBJECTS / "parsed.h"
     header.write_text("#include <ATen/ATen.h>\n#include <ATen/Parallel.h>\n")
+    headers = b"".join(path.read_bytes() for path in sorted(HERE.glob("*/*.h")))
+
+    def precompile(target: Path) -> None:
+        run(["g++", *FLAGS, *aten, "-x", "c++-header", str(header), "-o", str(target)])
 
     def compile_file(source: Path) -> str:
-        flags = acl if source.parent.name == "runtime" else ["-include", str(header), *aten]
-        target = folder / f"{source.parent.name}-{source.stem}.o"
-        run(["g++", *FLAGS, *flags, "-c", str(source), "-o", str(target)])
-        return str(target)
+        flags = acl
+        if source.parent.name == "operators":
+            flags = ["-include", str(header), *aten]
+        name = f"{source.parent.name}_{source.stem}.o"
+        made = cached(
+            name,
+            [machine, *FLAGS, *flags, headers, source.read_bytes()],
+            lambda target: run(["g++", *FLAGS, *flags, "-c", str(source), "-o", str(target)]),
+        )
+        return str(made)
 
-    def precompile() -> None:
-        run(["g++", *FLAGS, *aten, "-x", "c++-header", str(header), "-o", f"{header}.gch"])
-
+    parsed = Path(f"{header}.gch")
     with ThreadPoolExecutor(jobs) as pool:
-        parsed = pool.submit(precompile)
+        prepared = pool.submit(cached, "aten.gch", [machine, *FLAGS, header.read_bytes()], precompile)
         runtime = list(pool.map(compile_file, sorted(HERE.glob("runtime/*.cpp"))))
-        parsed.result()
+        parsed.unlink(missing_ok=True)
+        parsed.hardlink_to(prepared.result())
         operators = list(pool.map(compile_file, sorted(HERE.glob("operators/*.cpp"))))
+
+    folder = Path(tempfile.mkdtemp(dir=OUT.parent, prefix="emulator-"))
     acl_library = folder / "libascendcl.so"
     link = ["g++", "-shared", "-pthread"]
     run([*link, "-Wl,-soname,libascendcl.so", "-o", str(acl_library), *runtime])
@@ -135,40 +171,19 @@ def build(jobs: int) -> None:
     run([*link, "-Wl,-soname,libascendcl.so", "-o", str(acl_library), *runtime, str(folder / "stubs.o")])
     here = ["-L", str(folder), "-lascendcl", "-Wl,-rpath,$ORIGIN"]
     for name in ALIASES:
-        run(
-            [
-                "gcc",
-                "-shared",
-                f"-Wl,-soname,{name}.so",
-                "-Wl,--no-as-needed",
-                "-o",
-                str(folder / f"{name}.so"),
-                *here,
-            ]
-        )
+        run(["gcc", "-shared", f"-Wl,-soname,{name}.so", "-Wl,--no-as-needed", "-o", str(folder / f"{name}.so"), *here])
     torch_libraries = ["-L", str(torch / "lib"), "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch / 'lib'}"]
-    run(
-        [
-            *link,
-            "-Wl,-soname,libopapi.so",
-            "-o",
-            str(folder / "libopapi.so"),
-            *operators,
-            *here,
-            *torch_libraries,
-        ]
-    )
-    for leftover in [*folder.glob("*.o"), *folder.glob("*.gch"), *folder.glob("*.h"), stubs]:
-        leftover.unlink()
+    run([*link, "-Wl,-soname,libopapi.so", "-o", str(folder / "libopapi.so"), *operators, *here, *torch_libraries])
+    (folder / "stubs.o").unlink()
+    for part in TOOLKIT:
+        (folder / part).mkdir()
     shutil.rmtree(OUT, ignore_errors=True)
     folder.rename(OUT)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--wheel", action="store_true", help=f"install {WHEEL} into build/ascend-site when missing"
-    )
+    parser.add_argument("--wheel", action="store_true", help=f"install {WHEEL} into build/ascend-site when missing")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time")
     options = parser.parse_args()
     (ROOT / "build").mkdir(exist_ok=True)
@@ -177,7 +192,7 @@ def main() -> None:
     stamp, wanted = OUT / ".fingerprint", fingerprint()
     if stamp.exists() and stamp.read_text() == wanted:
         return
-    build(options.jobs)
+    build(options.jobs, machinery())
     stamp.write_text(wanted)
 
 

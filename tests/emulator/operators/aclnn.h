@@ -59,10 +59,12 @@ struct Out;      // the same, written by the operator
 struct Tensors;  // std::vector<at::Tensor>
 struct Outs;
 struct Scalar;   // at::Scalar
+struct MaybeScalar;  // std::optional<at::Scalar>
 struct Scalars;  // std::vector<at::Scalar>
 struct Ints;     // std::optional<std::vector<int64_t>>, nullopt where torch_npu passes none
 struct Bools;    // std::vector<bool>
 struct Floats;   // std::vector<float>
+struct Resized;  // ResizedOut: an output whose shape the operator finds out; torch_npu waits and asks for it
 struct DType;    // at::ScalarType
 struct Text;     // std::string
 
@@ -85,6 +87,23 @@ struct TensorArg {
 };
 template <> struct Arg<Tensor> : TensorArg<false> {};
 template <> struct Arg<Out> : TensorArg<true> {};
+
+struct ResizedOut {
+    aclTensor* handle;
+    at::Tensor room;  // as large as the result can be
+
+    void set(const at::Tensor& result) {
+        room.view({-1}).narrow(0, 0, result.numel()).copy_(result.reshape({-1}));
+        handle->sizes = result.sizes().vec();
+    }
+};
+template <> struct Arg<Resized> {
+    using C = aclTensor*;
+    using Held = aclTensor*;
+    using Body = ResizedOut;
+    static Held hold(C tensor) { return tensor; }
+    static Body open(Kernel& kernel, Held& held) { return {held, kernel.open(*held, true)}; }
+};
 
 template <bool output>
 struct TensorListArg {
@@ -110,6 +129,14 @@ template <> struct Arg<Scalar> {
     using Held = at::Scalar;
     using Body = at::Scalar;
     static Held hold(C scalar) { return scalar ? scalar->value : at::Scalar(); }
+    static Body open(Kernel&, Held& held) { return held; }
+};
+
+template <> struct Arg<MaybeScalar> {
+    using C = const aclScalar*;
+    using Held = std::optional<at::Scalar>;
+    using Body = Held;
+    static Held hold(C scalar) { return scalar ? Held(scalar->value) : std::nullopt; }
     static Body open(Kernel&, Held& held) { return held; }
 };
 
@@ -167,6 +194,7 @@ template <> struct Arg<Text> {
 struct aclOpExecutor {
     const char* name;
     std::function<void(emu::Kernel&)> body;
+    bool blocking;  // the caller reads something that the operator finds out
 };
 
 namespace emu {
@@ -176,12 +204,12 @@ int launch(aclOpExecutor* executor, aclrtStream stream);
 template <typename, typename... Tags>
 int prepare(const char* name, void (*body)(typename Arg<Tags>::Body...), uint64_t* workspace, aclOpExecutor** executor,
             typename Arg<Tags>::C... arguments) {
-    EMU_ENTER();
+    if (aclError fault = enter((std::string(name) + "GetWorkspaceSize").c_str())) return fault;
     *workspace = 0;
     auto held = std::make_tuple(Arg<Tags>::hold(arguments)...);
     *executor = new aclOpExecutor{name, [=](Kernel& kernel) mutable {
         std::apply([&](auto&... each) { body(Arg<Tags>::open(kernel, each)...); }, held);
-    }};
+    }, (std::is_same_v<Tags, Resized> || ...)};
     return ACL_SUCCESS;
 }
 
@@ -196,7 +224,8 @@ inline void put(const at::Tensor& out, const at::Tensor& result) {
 }  // namespace emu
 
 #define EMU_PARENS ()
-#define EMU_EXPAND(...) EMU_EXPAND2(EMU_EXPAND2(EMU_EXPAND2(EMU_EXPAND2(__VA_ARGS__))))
+#define EMU_EXPAND(...) EMU_EXPAND3(EMU_EXPAND3(EMU_EXPAND3(__VA_ARGS__)))
+#define EMU_EXPAND3(...) EMU_EXPAND2(EMU_EXPAND2(EMU_EXPAND2(__VA_ARGS__)))
 #define EMU_EXPAND2(...) EMU_EXPAND1(EMU_EXPAND1(EMU_EXPAND1(EMU_EXPAND1(__VA_ARGS__))))
 #define EMU_EXPAND1(...) __VA_ARGS__
 #define EMU_EACH(macro, ...) __VA_OPT__(EMU_EXPAND(EMU_EACH_STEP(macro, __VA_ARGS__)))

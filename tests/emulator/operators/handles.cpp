@@ -70,7 +70,7 @@ int launch(aclOpExecutor* executor, aclrtStream handle) {
     StreamRef stream;
     if (aclError bad = find_stream(handle, stream)) return bad;
     stream->push([owned, device = stream->device] { return run(*owned, device); });
-    return ACL_SUCCESS;
+    return owned->blocking ? stream->wait() : ACL_SUCCESS;
 }
 
 }  // namespace emu
@@ -101,9 +101,16 @@ EMU_API aclScalar* aclCreateScalar(void* value, aclDataType type) {
 
 EMU_API aclIntArray* aclCreateIntArray(const int64_t* v, uint64_t n) { return new aclIntArray{{v, v + n}}; }
 EMU_API aclFloatArray* aclCreateFloatArray(const float* v, uint64_t n) { return new aclFloatArray{{v, v + n}}; }
-EMU_API aclBoolArray* aclCreateBoolArray(const bool* v, uint64_t n) { return new aclBoolArray{{v, v + n}}; }
+EMU_API aclBoolArray* aclCreateBoolArray(const bool* v, uint64_t n) { return new aclBoolArray{std::vector<bool>(v, v + n)}; }
 EMU_API aclTensorList* aclCreateTensorList(aclTensor* const* v, uint64_t n) { return new aclTensorList{{v, v + n}}; }
 EMU_API aclScalarList* aclCreateScalarList(aclScalar* const* v, uint64_t n) { return new aclScalarList{{v, v + n}}; }
+
+EMU_API int aclGetViewShape(const aclTensor* handle, int64_t** sizes, uint64_t* dims) {  // the caller deletes the array
+    *dims = handle->sizes.size();
+    *sizes = new int64_t[*dims];
+    std::copy(handle->sizes.begin(), handle->sizes.end(), *sizes);
+    return ACL_SUCCESS;
+}
 
 EMU_API int aclDestroyTensor(const aclTensor* handle) { delete handle; return ACL_SUCCESS; }
 EMU_API int aclDestroyScalar(const aclScalar* handle) { delete handle; return ACL_SUCCESS; }

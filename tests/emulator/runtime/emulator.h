@@ -32,6 +32,7 @@ struct Settings {
     int devices;                // EMU_DEVICES, 2
     size_t hbm;                 // EMU_HBM, bytes of memory per device, 8 GiB
     std::string soc;            // EMU_SOC, Ascend910_9391 (A3)
+    std::string cann, driver;   // EMU_CANN, 8.5.0 and EMU_DRIVER, 26.0.0: the versions it claims to have
     bool trace;                 // EMU_TRACE=1 names every call on stderr
     bool logs;                  // EMU_LOG=1 shows torch_npu's log
     bool map_once;              // EMU_MAP_ONCE=1: a host buffer may be mapped on one device only
@@ -41,6 +42,7 @@ struct Settings {
     std::string fail;           // EMU_FAIL, see fault.cpp
     std::string lost;           // EMU_LOST, see fault.cpp
     std::string operators;      // EMU_OPERATORS, see fault.cpp
+    std::map<int, unsigned> delay_us;  // EMU_DELAY="id:us,...": every task of the stream made id-th (from 0) waits so long
     unsigned jitter_us;         // EMU_JITTER="us" or "us:seed": every stream task is delayed by up to so much
     unsigned jitter_seed;
 };
@@ -140,6 +142,7 @@ class Stream {
 
   private:
     void work();
+    unsigned delay();  // microseconds that the next task waits
 
     std::mutex mutex_;
     std::condition_variable wake_, progress_;

@@ -21,6 +21,8 @@ Settings read_environment() {
     s.devices = atoi(text("EMU_DEVICES", "2").c_str());
     s.hbm = strtoull(text("EMU_HBM", "8589934592").c_str(), nullptr, 0);
     s.soc = text("EMU_SOC", "Ascend910_9391");
+    s.cann = text("EMU_CANN", "8.5.0");
+    s.driver = text("EMU_DRIVER", "26.0.0");
     s.trace = flag("EMU_TRACE");
     s.logs = flag("EMU_LOG");
     s.map_once = flag("EMU_MAP_ONCE");
@@ -31,6 +33,10 @@ Settings read_environment() {
     s.lost = text("EMU_LOST", "");
     s.operators = text("EMU_OPERATORS", "");
     auto jitter = split(text("EMU_JITTER", "0"), ':');
+    for (auto& rule : split(text("EMU_DELAY", ""), ',')) {
+        auto part = split(rule, ':');
+        if (part.size() == 2) s.delay_us[atoi(part[0].c_str())] = atoi(part[1].c_str());
+    }
     s.jitter_us = atoi(jitter[0].c_str());
     s.jitter_seed = jitter.size() > 1 ? atoi(jitter[1].c_str()) : 1;
     return s;
@@ -47,6 +53,8 @@ void say(const char* format, va_list arguments) {
     vsnprintf(line, sizeof line, format, arguments);
     fprintf(stderr, "[emulator] %s\n", line);
     std::lock_guard<std::mutex> guard(complaint_mutex);
+    if (const char* path = getenv("EMU_REPORT"))
+        if (FILE* report = fopen(path, "a")) fprintf(report, "%s\n", line), fclose(report);
     last_complaint() = line;
 }
 

@@ -67,8 +67,7 @@ void Stream::work() {
         Task task = std::move(queue_.front());
         queue_.pop_front();
         lock.unlock();
-        if (settings().jitter_us)
-            std::this_thread::sleep_for(std::chrono::microseconds(rand_r(&random_) % (settings().jitter_us + 1)));
+        if (unsigned pause = delay()) std::this_thread::sleep_for(std::chrono::microseconds(pause));
         aclError result = task();
         task = nullptr;
         lock.lock();
@@ -76,6 +75,12 @@ void Stream::work() {
         ++done_;
         progress_.notify_all();
     }
+}
+
+unsigned Stream::delay() {
+    auto fixed = settings().delay_us.find(id);
+    unsigned pause = fixed == settings().delay_us.end() ? 0 : fixed->second;
+    return pause + (settings().jitter_us ? rand_r(&random_) % (settings().jitter_us + 1) : 0);
 }
 
 void Stream::push(Task task) {

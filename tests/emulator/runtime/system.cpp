@@ -18,6 +18,16 @@ EMU_API const char* aclGetRecentErrMsg() {
     return line.c_str();
 }
 
+// Which CANN this claims to be: torch_npu asks before it uses what newer versions have (host memory with one address for
+// both sides needs CANN 8.5.0 and driver 26.0.rc1).
+EMU_API aclError aclsysGetCANNVersion(aclCANNPackageName name, aclCANNPackageVersion* version) {
+    if (!version) return ACL_ERROR_RT_PARAM_INVALID;
+    auto& text = name == ACL_PKG_NAME_DRIVER ? settings().driver : settings().cann;
+    *version = {};
+    snprintf(version->version, sizeof version->version, "%s", text.c_str());
+    return ACL_SUCCESS;
+}
+
 // torch_npu's own log.
 EMU_API void aclAppLog(aclLogLevel level, const char* function, const char*, uint32_t, const char* format, ...) {
     if (!settings().logs) return;
@@ -52,3 +62,9 @@ EMU_API uint64_t MsprofGetHashId(const char*, size_t) { return 0; }
 EMU_API int32_t MsprofReportApi(uint32_t, const void*) { return 0; }
 EMU_API int32_t MsprofReportCompactInfo(uint32_t, const void*, uint32_t) { return 0; }
 EMU_API int32_t MsprofReportAdditionalInfo(uint32_t, const void*, uint32_t) { return 0; }
+
+// Operators of the older kind, which torch_npu falls back to where an aclnn operator is missing.
+EMU_API aclError aclopCompileAndExecute(const char* name, int, void*, void*, int, void*, void*, void*, int, int, const char*,
+                                        aclrtStream) {
+    return refuse(ACL_ERROR_OP_NOT_FOUND, "operator %s is not emulated (tests/emulator/operators has the aclnn ones)", name);
+}
