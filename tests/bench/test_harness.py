@@ -190,6 +190,32 @@ def test_the_command_writes_one_document_a_model_and_the_figures(tmp_path: Path)
     assert not (tmp_path / "share-of-plain.png").exists()
 
 
+def test_the_curve_compares_with_plain_at_every_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger batches and accumulation of the own batch, clipped; a second call with --merge keeps the first one's rows."""
+
+    def here(
+        name: str, system: str, setups: list[Setup], timing: Timing, _timeout: float
+    ) -> list[dict[str, Any]]:
+        return [measure.row(name, system, s, timing) for s in setups]
+
+    monkeypatch.setattr(command, "_spawn", here)
+    monkeypatch.setattr(command, "CURVE_TOKENS", (16, 32))
+    common = f"--model tiny --backend cpu --threads 1 --warmup 1 --iterations 2 --curve --no-figures --out {tmp_path}"
+    for words in (f"{common} --system plain", f"{common} --system memferry-backward --merge"):
+        run, arguments = _arguments(words.split())
+        assert run(arguments)[0] == 0
+    records = json.loads((tmp_path / "tiny-curve.json").read_text())["records"]
+    shapes = [(r["system"], r["batch"], r["accumulate"], r["tokens"], r["clip"]) for r in records]
+    assert shapes == [
+        (system, batch, accumulate, tokens, 1.0)
+        for system in ("plain", "memferry-backward")
+        for batch, accumulate, tokens in ((2, 1, 16), (4, 1, 32), (2, 2, 32))
+    ]
+    plain = {(r["tokens"], r["batch"]): r["iter_ms"] for r in records if r["system"] == "plain"}
+    for r in records:
+        assert r["share_of_plain"] == plain[r["tokens"], r["batch"]] / r["iter_ms"]
+
+
 def test_a_process_that_ends_early_leaves_a_row_for_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command.sys, "executable", "/bin/false")
     rows = command._spawn("tiny", "plain", [setup(), setup(clip=1.0)], SHORT, 60)
