@@ -10,7 +10,6 @@ SITE=${SITE:-/tmp/site}
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 mkdir -p "$OUT"
 export PYTHONPATH="$SITE:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
-export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-/tmp/torch_extensions}
 
 importable() { "$PYTHON" -c 'import memferry_ascend._ops, memferry_ascend.topology, memferry_ascend.bench' 2>/dev/null; }
 

@@ -19,6 +19,9 @@ from memferry_ascend.errors import ConfigError
 
 OFFLOAD = ("native-offload", "memferry-step", "memferry-backward")
 SHORT = Timing(warmup=2, iterations=6)
+LONG = Timing(warmup=2, iterations=10)
+NOISE = 3e-4
+"""Of a bf16 model's loss around 4.5: parameters that round the other way."""
 FIELDS = {
     "model", "system", "batch", "seq", "clip", "accumulate", "tokens", "status", "reason", "iter_ms", "peak_device_gib",
     "host_gib", "busy_share", "versions",
@@ -29,19 +32,19 @@ def setup(**fields: Any) -> Setup:
     return Setup(batch=2, seq=8, backend="cpu", threads=1, **fields)
 
 
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("clip", "accumulate"), [(None, 1), (0.05, 1), (0.05, 2)])
 def test_systems_train_alike(clip: float | None, accumulate: int) -> None:
-    """Same weights, batches, hyperparameters and fp32 masters: the losses of plain training, to bf16 noise. The clip
-    is far below the norm, so that a system which ignored it would stand out."""
-    plain = measure.row("tiny", "plain", setup(clip=clip, accumulate=accumulate), SHORT)
+    """Same weights, batches, hyperparameters and fp32 masters: the losses of plain training, to bf16 noise."""
+    plain = measure.row("tiny", "plain", setup(clip=clip, accumulate=accumulate), LONG)
     assert plain["status"] == "ok", plain["reason"]
-    fell = plain["losses"][0] - plain["losses"][-4]
-    assert fell > 0.01  # batches come in turns of four
+    assert plain["losses"][-4] < plain["losses"][0] - 0.05  # batches come in turns of four
+    if clip is not None:  # a system that ignored it would stand out
+        free = measure.row("tiny", "plain", setup(accumulate=accumulate), LONG)
+        assert max(abs(a - b) for a, b in zip(plain["losses"], free["losses"], strict=True)) > 3 * NOISE
     for system in OFFLOAD:
-        row = measure.row("tiny", system, setup(clip=clip, accumulate=accumulate), SHORT)
+        row = measure.row("tiny", system, setup(clip=clip, accumulate=accumulate), LONG)
         assert row["status"] == "ok", (system, row["reason"])
-        assert row["losses"] == pytest.approx(plain["losses"], abs=2e-3 * max(1.0, fell)), system
+        assert row["losses"] == pytest.approx(plain["losses"], abs=NOISE), system
 
 
 def test_plain_is_torchs_adamw() -> None:
@@ -72,8 +75,8 @@ def test_weights_and_batches_are_the_same_every_time_and_bf16() -> None:
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert a.dtype is torch.bfloat16 and torch.equal(a, b)
     assert not torch.equal(first.embed.weight, other.embed.weight)  # type: ignore[union-attr, arg-type]
-    assert 0.015 < float(first.embed.weight.float().std()) < 0.025  # type: ignore[union-attr, operator]
-    assert float(first.norm.weight.min()) == 1 and float(first.norm.bias.abs().max()) == 0  # type: ignore[union-attr, operator, arg-type]
+    assert 0.015 < float(first.embed.weight.detach().float().std()) < 0.025  # type: ignore[union-attr, operator]
+    assert bool((first.norm.weight == 1).all()) and not first.norm.bias.any()  # type: ignore[union-attr, operator, arg-type]
     a, b = (models.batches(first, 2, 2, 8, torch.device("cpu"), seed=3)[1]["input_ids"] for _ in range(2))
     assert torch.equal(a, b) and int(a.min()) >= 5
 
@@ -185,6 +188,32 @@ def test_the_command_writes_one_document_a_model_and_the_figures(tmp_path: Path)
     for name in ("iteration-time", "losses"):
         assert (tmp_path / f"{name}.png").stat().st_size > 5000
     assert not (tmp_path / "share-of-plain.png").exists()
+
+
+def test_the_curve_compares_with_plain_at_every_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger batches and accumulation of the own batch, clipped; a second call with --merge keeps the first one's rows."""
+
+    def here(
+        name: str, system: str, setups: list[Setup], timing: Timing, _timeout: float
+    ) -> list[dict[str, Any]]:
+        return [measure.row(name, system, s, timing) for s in setups]
+
+    monkeypatch.setattr(command, "_spawn", here)
+    monkeypatch.setattr(command, "CURVE_TOKENS", (16, 32))
+    common = f"--model tiny --backend cpu --threads 1 --warmup 1 --iterations 2 --curve --no-figures --out {tmp_path}"
+    for words in (f"{common} --system plain", f"{common} --system memferry-backward --merge"):
+        run, arguments = _arguments(words.split())
+        assert run(arguments)[0] == 0
+    records = json.loads((tmp_path / "tiny-curve.json").read_text())["records"]
+    shapes = [(r["system"], r["batch"], r["accumulate"], r["tokens"], r["clip"]) for r in records]
+    assert shapes == [
+        (system, batch, accumulate, tokens, 1.0)
+        for system in ("plain", "memferry-backward")
+        for batch, accumulate, tokens in ((2, 1, 16), (4, 1, 32), (2, 2, 32))
+    ]
+    plain = {(r["tokens"], r["batch"]): r["iter_ms"] for r in records if r["system"] == "plain"}
+    for r in records:
+        assert r["share_of_plain"] == plain[r["tokens"], r["batch"]] / r["iter_ms"]
 
 
 def test_a_process_that_ends_early_leaves_a_row_for_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:

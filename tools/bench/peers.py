@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import socket
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +47,13 @@ class DeepSpeed(System):
 
     def __init__(self, model: nn.Module, setup: Setup) -> None:
         super().__init__(model, setup)
-        # Its AdamW is compiled at first use, for the device that is there.
+        # Its AdamW is compiled at first use, for the device that is there; a build that was cut off leaves a lock that
+        # every later one waits for, so builds have a folder of their own, used by one process at a time.
+        if "TORCH_EXTENSIONS_DIR" not in os.environ:
+            folder = Path(tempfile.gettempdir(), f"memferry-bench-extensions-{os.getuid()}")
+            os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+            for lock in folder.glob("*/lock"):
+                lock.unlink(missing_ok=True)
         os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
         os.environ.setdefault("MAX_JOBS", "8")
         if torch.cuda.is_available():

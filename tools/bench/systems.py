@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import memferry_ascend as mf
 from memferry_ascend import hostmath
 from memferry_ascend.backends.base import Backend, Event, HostSlab, align
-from memferry_ascend.clipping import factor
 from memferry_ascend.config import host_threads
 
 from .models import Unavailable
@@ -289,7 +288,7 @@ class NativeOffload(System):
         else:
             norm = float(torch.stack(self.norms).norm())
             self.norms.clear()
-        return factor(self.setup.clip, norm)
+        return min(1.0, self.setup.clip / (norm + 1e-6))
 
     def drain(self) -> None:
         self.backend.synchronize()
