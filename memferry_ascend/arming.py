@@ -21,6 +21,20 @@ MARGIN = 0.05
 """Share of RAM that the arena leaves alone when no bound is given."""
 
 
+def refuse_model(model: nn.Module) -> None:
+    """Raise for models whose forward does not run module by module."""
+    if not isinstance(model, nn.Module):
+        raise FerryError(f"ferry: expected a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise FerryError(
+                f"ferry: expected a plain module, got a torch.compile'd one (at {name or 'the root'!r}); ferry it "
+                "uncompiled"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise FerryError(f"ferry: expected a plain module, {name or 'the root'!r} is a TorchScript one")
+
+
 def assign_groups(params: list[Param], optimizer: torch.optim.Optimizer) -> None:
     """Give every trainable parameter its param group.
 
@@ -118,9 +132,18 @@ def check_host_memory(need: dict[str, int], limit: int | None) -> None:
 
 
 def fill(
-    units: list[Unit], arena: Arena, backend: Backend, need: dict[str, int], native: bool
-) -> list[UnitMemory]:
-    """Allocate every unit's regions and move the model's values in; the module's own memory is let go unit by unit."""
+    units: list[Unit],
+    arena: Arena,
+    need: dict[str, int],
+    native: bool,
+    out: list[UnitMemory],
+    originals: dict[int, torch.Tensor],
+) -> None:
+    """Allocate every unit's regions and move the model's values in; the module's own memory is let go unit by unit.
+
+    `out` grows with every unit, so that a failure can be undone. `originals` keeps, by parameter index, the values that
+    the arena holds rounded (frozen fp32 parameters that become bf16); everything else can be read back.
+    """
     left = dict(need)
 
     def region(memory: UnitMemory, kind: str, nbytes: int, mapped: bool) -> None:
@@ -133,7 +156,6 @@ def fill(
         else:
             memory.state[kind] = r
 
-    out = []
     for unit in units:
         memory = UnitMemory(unit)
         layout = memory.layout
@@ -145,12 +167,13 @@ def fill(
         if native and layout.elements:
             region(memory, "m", layout.elements * 4, False)
             region(memory, "v", layout.elements * 4, False)
+        out.append(memory)
         for p in unit.params:
             set_master(memory, p, p.param.detach())
+            if not p.trainable and p.param.dtype is not p.dtype:
+                originals[p.index] = p.param.data
             p.param.grad = None
             p.param.data = memory.device_param(p)
-        out.append(memory)
-    return out
 
 
 def set_master(memory: UnitMemory, p: Param, value: torch.Tensor) -> None:
@@ -190,6 +213,7 @@ def make_updates(memories: list[UnitMemory], optimizer: torch.optim.Optimizer) -
             update = TorchUpdate(memory, params, optimizer, scratch)
         for p in params:
             if optimizer.state.get(p.param):
+                update.check_state(p, optimizer.state[p.param])
                 update.load_state(p, optimizer.state[p.param])
         out[memory.unit.index] = update
     return out

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from memferry_ascend import arming, checkpoint, hostmath
-from memferry_ascend.arena import Arena
+from memferry_ascend import arming, checkpoint, disarm, hostmath
+from memferry_ascend.arena import Arena, UnitMemory
 from memferry_ascend.backends.base import Event
 from memferry_ascend.clipping import Clipper
 from memferry_ascend.config import Config, host_threads
@@ -28,6 +29,7 @@ from memferry_ascend.errors import ConfigError, FerryError
 from memferry_ascend.gradients import Gradients, GradState, UnitGrads
 from memferry_ascend.guard import ReadGuard
 from memferry_ascend.hostupdate import Hypers, is_native, refuse, snapshot
+from memferry_ascend.integrity import Integrity, check_trainable
 from memferry_ascend.jobs import make_jobs
 from memferry_ascend.layers import Param, collect, units
 from memferry_ascend.optimizer import FerryOptimizer
@@ -66,8 +68,7 @@ class Engine:
         sample_batch: Any,
     ) -> None:
         refuse(optimizer)
-        if hasattr(model, "_orig_mod"):
-            raise FerryError("ferry: expected a plain module, got a torch.compile'd one; ferry it uncompiled")
+        arming.refuse_model(model)
         if model in _armed:
             raise FerryError("ferry: this model is ferried already; close() its engine first")
         if config.device_memory is not None and sample_batch is None:
@@ -82,6 +83,7 @@ class Engine:
         layers = collect(model, config.precision, config.keep_fp32)
         self._params = [p for layer in layers for p in layer.params]
         self._dtypes = {p.index: p.param.dtype for p in self._params}
+        self._grads_before = {p.index: p.param.grad for p in self._params}
         arming.assign_groups(self._params, optimizer)
         if not any(p.trainable for p in self._params):
             raise FerryError("ferry: expected at least one trainable parameter, all are frozen")
@@ -94,12 +96,19 @@ class Engine:
         self._arena = Arena(backend, config.host_bytes)
         self.recorder = Recorder(backend)
         self._jobs = make_jobs(backend, len(self._units), self.recorder, native)
-        self._closed = False
+        self._closed = self._tidied = False
+        self._memories: list[UnitMemory] = []
+        self._originals: dict[int, torch.Tensor] = {}
+        self._residents: list[Resident] = []
+        self._handles: list[RemovableHandle] = []
+        self._windows: list[Window] = []
+        self.optimizer: FerryOptimizer = None  # type: ignore[assignment]
         try:
             self._arm(layers, optimizer, need, native)
         except BaseException:
-            self._jobs.close()
+            disarm.undo(self)
             raise
+        self._originals, self._grads_before = {}, {}
         _armed[model] = self
 
     # -- arming --------------------------------------------------------------------------------------------------------
@@ -107,7 +116,8 @@ class Engine:
         self, layers: list[Any], optimizer: torch.optim.Optimizer, need: dict[str, int], native: bool
     ) -> None:
         backend, config = self._backend, self.config
-        memories = arming.fill(self._units, self._arena, backend, need, native)
+        memories = self._memories
+        arming.fill(self._units, self._arena, need, native, memories, self._originals)
         arming.move_buffers(self.model, backend.device)
         self._ring = arming.make_ring(self._units, backend)
         self._residents = [
@@ -137,9 +147,11 @@ class Engine:
         )
         self._gradients.backward_ended = self._backward_ended
         self._clipper = Clipper(self._gradients, backend, self._jobs, config.max_grad_norm)
-        self._handles = self._gradients.install()
+        self._handles += self._gradients.install()
+        self._integrity = Integrity(
+            [(p, r.rest[p.index]) for r in self._residents for p in r.unit.params], self._handles
+        )
         self._saved = SavedHooks()
-        self._windows: list[Window] = []
         self._by_module = {id(layer.module): (layer.module, list(layer.reads)) for layer in layers}
         self._unread: list[Resident] = []
         self._install_windows()
@@ -153,6 +165,10 @@ class Engine:
         self._guard = ReadGuard(self._wait_parameter, self._is_pending)
         self.optimizer = FerryOptimizer(optimizer, self)
         self._handles += checkpoint.install_state_dict_hooks(self)
+        for p in self._params:  # gradients from before ferry count for the first step
+            grad = self._grads_before[p.index]
+            if grad is not None and p.trainable:
+                p.param.grad = grad.to(backend.device, p.dtype)
 
     def _install_windows(self) -> None:
         for window in self._windows:
@@ -172,6 +188,8 @@ class Engine:
         self._check_open()
         self._jobs.check()
         self._guard.off()
+        self._abandon_forward()
+        self._integrity.check()
         if torch.is_autocast_enabled(self._backend.device.type) and torch.is_autocast_cache_enabled():
             raise FerryError(
                 "autocast with its weight cache would keep copies of parameters; ferry trains in bf16 already: leave "
@@ -185,13 +203,28 @@ class Engine:
             self._tracer.on()
             self._tracer.enter(self.model)
 
+    def _abandon_forward(self) -> None:
+        """Ctrl-C ends a forward pass without running a hook: take away what it has left. Nothing to do otherwise."""
+        self._saved.reset()
+        for window in self._windows:
+            window.reset()
+        if self._tracer is not None:
+            self._tracer.off()
+            self._tracer.unwatch()
+            self._tracer = None
+
     def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        tracer, self._tracer = self._tracer, None
+        if self._is_pending():  # this pass did not need every unit: reads must still wait
+            self._guard.on()
+        tracer = self._tracer
         if tracer is None:
             return
         tracer.off()
-        tracer.unwatch()
-        if output is not None:  # None: the forward raised; trace the next one
+        if (
+            output is not None
+        ):  # None: the forward raised, torch walks over its hooks right now; trace the next one
+            tracer.unwatch()
+            self._tracer = None
             self._traced = True
             # Windows may not change under a graph: checkpoint's second forward must save what its first one did.
             self._learned = tracer
@@ -245,12 +278,9 @@ class Engine:
     def _step(self) -> None:
         self._check_open()
         self._jobs.check()
-        for p in self._params:
-            if p.param.requires_grad != p.trainable:
-                raise FerryError(
-                    f"parameter {p.name!r}: requires_grad was toggled after ferry; close the engine and ferry again"
-                )
+        check_trainable(self._params)
         self._guard.off()
+        self._integrity.check()
         early, self._updating = self._updating, []
         done = {id(ug) for ug in early}
         parts = [(ug, part) for ug, part in self._gradients.collect() if id(ug) not in done]
@@ -268,6 +298,7 @@ class Engine:
         stepped = [s for ug in early for s in ug.states] + [s for _, part in parts for s in part]
         torch.autograd.graph.increment_version([s.p.param for s in stepped])
         self._gradients.consumed(stepped)
+        self._integrity.note()
         if self._ring is not None:
             self._ring.expect_forward()
         if self._learned is not None:
@@ -307,6 +338,7 @@ class Engine:
 
     def _zero_grad(self, set_to_none: bool) -> None:
         self._check_open()
+        self._gradients.discard()
         watching = self._guard.active
         self._guard.off()  # it would look at every `p.grad` below
         for ug in self._gradients.units:
@@ -390,31 +422,16 @@ class Engine:
     def close(self) -> None:
         """Return the model to plain CPU parameters in their original dtype and give all memory back. Idempotent; never
         hides what went wrong, but tidies up first."""
-        if self._closed:
+        if self._tidied:
             return
         self._closed = True
         self._guard.off()
-        self._jobs.close()
-        error = self._jobs.failure()
-        self._backend.synchronize()
-        for handle in self._handles:
-            handle.remove()
-        for window in self._windows:
-            window.remove()
-        for r in self._residents:
-            for p in r.unit.params:
-                p.param.grad = None
-                p.param.data = arming.get_master(r.memory, p).to(self._dtypes[p.index])
-        arming.move_buffers(self.model, torch.device("cpu"))
-        self.optimizer._detach()
-        _armed.pop(self.model, None)
-        self._windows, self._handles, self._residents, self._updates = [], [], [], {}
-        self._by_module, self._resident_of, self._unread, self._ring = {}, {}, [], None
-        del self._gradients, self._clipper
-        self._arena.close()
-        self.recorder.close()
-        if error is not None:
-            raise FerryError(f"the engine is closed; before that a host update had failed: {error}")
+        self._abandon_forward()
+        try:
+            disarm.close(self)
+        finally:
+            _armed.pop(self.model, None)
+        self._tidied = True
 
     def __enter__(self) -> Engine:
         return self
@@ -441,7 +458,10 @@ class Engine:
 
     def _load_optimizer_state(self, by_id: dict[int, dict[str, Any]]) -> None:
         self.synchronize()
-        for r in self._residents:
-            for p in r.unit.params:
-                if id(p.param) in by_id:
-                    self._updates[r.unit.index].load_state(p, by_id[id(p.param)])
+        mine = [
+            (self._updates[r.unit.index], p) for r in self._residents for p in r.unit.params if p.trainable
+        ]
+        for update, p in mine:  # all are looked at before the first is changed
+            update.check_state(p, by_id.get(id(p.param), {}))
+        for update, p in mine:
+            update.load_state(p, by_id.get(id(p.param), {}))
