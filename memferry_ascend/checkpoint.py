@@ -23,31 +23,52 @@ FORMAT = 1
 def state_dict(engine: Engine) -> dict[str, Any]:
     """Masters, buffers, optimizer state and counters; every tensor is a copy on the CPU."""
     engine.synchronize()
+    state = common_state(engine)
+    buffers = state["model"]
+    state["model"], state["optimizer"] = {}, {}
+    for r in engine._residents:
+        masters, moments = unit_state(engine, r)
+        state["model"] |= masters
+        state["optimizer"] |= moments
+    state["model"] |= buffers
+    return state
+
+
+def unit_state(engine: Engine, r: Resident) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+    """One unit's masters and optimizer state, copied. The caller has made sure that no update of it is running."""
     model: dict[str, torch.Tensor] = {}
     optimizer: dict[str, dict[str, Any]] = {}
-    for r in engine._residents:
-        for p in r.unit.params:
-            value = arming.get_master(r.memory, p)
-            for name in (p.name, *p.aliases):
-                model[name] = value
-            if p.trainable:
-                state = engine._updates[r.unit.index].state_of(p)
-                optimizer[p.name] = {
-                    k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()
-                }
-    for name, buffer in persistent_buffers(engine.model):
-        model[name] = buffer.detach().to("cpu", copy=True)
+    for p in r.unit.params:
+        value = arming.get_master(r.memory, p)
+        for name in (p.name, *p.aliases):
+            model[name] = value
+        if p.trainable:
+            state = engine._updates[r.unit.index].state_of(p)
+            optimizer[p.name] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+    return model, optimizer
+
+
+def common_state(engine: Engine) -> dict[str, Any]:
+    """What is not a unit's: buffers (under "model"), hyperparameters and the format."""
     groups = [
-        {**{k: v for k, v in g.items() if k != "params"}, "params": [_name(engine, p) for p in g["params"]]}
+        {
+            **{k: _plain(v) for k, v in g.items() if k != "params"},
+            "params": [_name(engine, p) for p in g["params"]],
+        }
         for g in engine.optimizer.param_groups
     ]
     return {
         "format": FORMAT,
-        "model": model,
-        "optimizer": optimizer,
+        "model": {name: b.detach().to("cpu", copy=True) for name, b in persistent_buffers(engine.model)},
+        "optimizer": {},
         "optimizer_class": type(engine.optimizer.inner).__name__,
         "param_groups": groups,
     }
+
+
+def _plain(value: Any) -> Any:
+    """Hyperparameters of the moment: a tensor learning rate goes on changing."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _name(engine: Engine, param: nn.Parameter) -> str:
@@ -102,7 +123,7 @@ def load_state_dict(engine: Engine, state: Mapping[str, Any]) -> None:
             if p.trainable:
                 engine._updates[r.unit.index].check_state(p, moments.get(p.name, {}))
     groups = _groups_for(engine, state)
-    engine.synchronize()
+    engine.settle()
     with torch.no_grad():
         for r in engine._residents:
             for p in r.unit.params:

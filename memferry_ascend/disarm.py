@@ -40,6 +40,9 @@ def close(engine: Engine) -> None:
     engine._jobs.close()
     failure = engine._jobs.failure()
     error: BaseException | None = None if failure is None else FerryError(failure)
+    if engine._saving is not None:
+        error = error or engine._saving.unseen_failure()
+        engine._saving = None
     try:
         engine._backend.synchronize()
     except Exception as e:
@@ -58,7 +61,7 @@ def close(engine: Engine) -> None:
     arming.move_buffers(engine.model, torch.device("cpu"))
     _release(engine)
     if error is not None:
-        raise FerryError(f"the engine is closed; before that a host update had failed: {error}") from error
+        raise FerryError(f"the engine is closed; before that something had failed: {error}") from error
 
 
 def _unhook(engine: Engine) -> None:

@@ -12,15 +12,16 @@ One iteration, in the words of `shadow.py`:
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from memferry_ascend import arming, checkpoint, disarm, hostmath
+from memferry_ascend import arming, checkpoint, disarm, hostmath, limits, saving
 from memferry_ascend.arena import Arena, UnitMemory
 from memferry_ascend.backends.base import Event
 from memferry_ascend.clipping import Clipper
@@ -91,8 +92,10 @@ class Engine:
         by_name = {lp.name: lp for lp in self.plan.layers}
         self._units = units(layers, by_name, alone=arming.distant(layers))
         native = is_native(optimizer)
-        need = arming.arena_bytes(self._units, native, config.accumulate)
-        arming.check_host_memory(need, config.host_bytes)
+        need = limits.arena_bytes(self._units, native, config.accumulate)
+        limits.check_host(need | limits.state_bytes(self._units, optimizer), config.host_bytes)
+        limits.check_locked(need, backend.locked_memory_limit())
+        limits.check_device(self._units, backend)
         self._arena = Arena(backend, config.host_bytes)
         self.recorder = Recorder(backend)
         self._jobs = make_jobs(backend, len(self._units), self.recorder, native)
@@ -103,8 +106,9 @@ class Engine:
         self._handles: list[RemovableHandle] = []
         self._windows: list[Window] = []
         self.optimizer: FerryOptimizer = None  # type: ignore[assignment]
+        self._saving: saving.Save | None = None
         try:
-            self._arm(layers, optimizer, need, native)
+            self._arm(layers, optimizer, native)
         except BaseException:
             disarm.undo(self)
             raise
@@ -112,12 +116,10 @@ class Engine:
         _armed[model] = self
 
     # -- arming --------------------------------------------------------------------------------------------------------
-    def _arm(
-        self, layers: list[Any], optimizer: torch.optim.Optimizer, need: dict[str, int], native: bool
-    ) -> None:
+    def _arm(self, layers: list[Any], optimizer: torch.optim.Optimizer, native: bool) -> None:
         backend, config = self._backend, self.config
         memories = self._memories
-        arming.fill(self._units, self._arena, need, native, memories, self._originals)
+        arming.fill(self._units, self._arena, native, memories, self._originals)
         arming.move_buffers(self.model, backend.device)
         self._ring = arming.make_ring(self._units, backend)
         self._residents = [
@@ -322,6 +324,7 @@ class Engine:
         resident = ug.resident
         # A unit's own download is behind its last use on the compute stream: with `after` None that is enough.
         waits = [ug.downloaded] if after is None else [ug.downloaded, after]
+        before = saving.before_update(self, resident)
         resident.begin_update()
         self._jobs.update(
             resident.unit.index,
@@ -333,8 +336,19 @@ class Engine:
             hypers,
             scale,
             resident.upload_job(after if after is not None else ug.downloaded),
-            resident.offer,
+            self._then(resident),
+            before,
         )
+
+    def _then(self, resident: Resident) -> Callable[[], None]:
+        """What the background does when a unit is updated."""
+
+        def then() -> None:
+            resident.offer()
+            if self._saving is not None:
+                self._saving.notify()
+
+        return then
 
     def _zero_grad(self, set_to_none: bool) -> None:
         self._check_open()
@@ -380,7 +394,7 @@ class Engine:
         """Change parameters in place: inside, they are the arena's; on leaving, edited masters are exactly what was
         written and device copies are refreshed. Untouched parameters keep the low half of their masters."""
         self._check_open()
-        self.synchronize()
+        self.settle()
         before = [r.region.clone() for r in self._residents]
         for r in self._residents:
             r.bind_alias()
@@ -402,6 +416,24 @@ class Engine:
             FerryError: names or shapes differ, or it is no engine state.
         """
         checkpoint.load_state_dict(self, state)
+
+    def save_async(self, path: str | os.PathLike[str], **options: Any) -> saving.Save:
+        """Write `state_dict()` as it is now to the file `path` while training goes on (`saving.py` says how, and what
+        memory it takes). `result()` of what is returned waits for the file; close() does too. A second save waits for
+        the first. Options: `key` puts the state under that key, `extra` is a mapping written beside it, `then` is
+        called on the writer's thread when the file is complete, `staging` bounds the memory (bytes).
+
+        Raises:
+            SaveError: the folder cannot be written to, or the save before this one failed.
+        """
+        self._check_open()
+        return saving.start(self, path, **options)
+
+    def settle(self) -> None:
+        """`synchronize`, and let a save in flight copy what it still needs: the arena may be written to then."""
+        self.synchronize()
+        if self._saving is not None:
+            self._saving.settle()
 
     def memory_report(self) -> list[tuple[str, str, int]]:
         """Where every byte lives: (place, what, bytes)."""
@@ -457,7 +489,7 @@ class Engine:
                         )
 
     def _load_optimizer_state(self, by_id: dict[int, dict[str, Any]]) -> None:
-        self.synchronize()
+        self.settle()
         mine = [
             (self._updates[r.unit.index], p) for r in self._residents for p in r.unit.params if p.trainable
         ]
