@@ -91,7 +91,8 @@ class Save:
         """Wait for the end; what went wrong, unless `result` has raised it already."""
         error = self._future.exception()
         self._thread.join()
-        return None if self._seen else error
+        seen, self._seen = self._seen, True
+        return None if seen else error
 
     # -- for the engine ------------------------------------------------------------------------------------------------
     def before_update(self, unit: int) -> None:
@@ -222,8 +223,10 @@ def start(
     target = Path(path)
     if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
         raise SaveError(f"cannot save {target}: expected a folder that can be written to at {target.parent}")
-    if engine._saving is not None:
-        engine._saving.result()
+    before, engine._saving = engine._saving, None
+    failure = None if before is None else before.unseen_failure()
+    if failure is not None:
+        raise failure
     save = Save(engine, target, key, extra or {}, then, None if staging is None else sizes.parse(staging))
     engine._saving = save
 
