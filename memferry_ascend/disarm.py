@@ -53,6 +53,9 @@ def close(engine: Engine) -> None:
         for p in r.unit.params:
             p.param.grad = None
             p.param.data = arming.get_master(r.memory, p).to(engine._dtypes[p.index])
+    for r in engine._residents:  # a graph that is still around must raise, not read what is given back here
+        r.generation += 1
+    torch.autograd.graph.increment_version([p.param for p in engine._params])
     arena.release([kind for kind in arena.bytes_by_kind if kind not in MOMENTS])
     for r in engine._residents:
         update = engine._updates.get(r.unit.index)
@@ -68,13 +71,18 @@ def _unhook(engine: Engine) -> None:
     for handle in engine._handles:
         handle.remove()
     for window in engine._windows:
-        window.remove()
+        window.close()
     if engine.optimizer is not None:
         engine.optimizer._detach()
 
 
 def _release(engine: Engine) -> None:
     """Let go of every tensor over the arena and of all device memory, then give the pages back."""
+    for r in engine._residents:  # by hand: hooks, graphs and frames may hold on to them for a while
+        r.buffer, r.rest, r.ring = None, {}, None
+    ring = engine.__dict__.get("_ring")
+    if ring is not None:
+        ring.close()
     engine._windows, engine._handles, engine._residents, engine._updates = [], [], [], {}
     engine._by_module, engine._resident_of, engine._unread, engine._ring = {}, {}, [], None
     engine._memories, engine._originals, engine._grads_before = [], {}, {}

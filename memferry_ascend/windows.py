@@ -78,6 +78,13 @@ class Window:
             handle.remove()
         self._handles.clear()
 
+    def close(self) -> None:
+        """Remove the hooks and let go of every tensor."""
+        self.remove()
+        self._open.clear()
+        self._views.clear()
+        self.fixed, self.moving = [], []
+
     def _wait(self, *_: Any) -> None:
         for resident in self.fixed:
             if resident.pending:

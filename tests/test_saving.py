@@ -67,7 +67,9 @@ def slow() -> Iterator[Delays]:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_checkpoint_loads_into_another_plan_and_goes_on_the_same(name: str, seed: int, tmp_path: Path) -> None:
+def test_a_checkpoint_loads_into_another_plan_and_goes_on_the_same(
+    name: str, seed: int, tmp_path: Path
+) -> None:
     data = batches(8)
     model = make_model(seed)
     with ferry(model, plan_of(model, Mode.GFGB), "bf16", name) as engine:
@@ -357,7 +359,15 @@ def test_a_failed_update_fails_the_save(tmp_path: Path) -> None:
 
 
 def test_every_dtype_and_shape(tmp_path: Path) -> None:
-    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.int16, torch.uint8]
+    dtypes = [
+        torch.float32,
+        torch.bfloat16,
+        torch.float64,
+        torch.float16,
+        torch.int64,
+        torch.int16,
+        torch.uint8,
+    ]
     tensors = {str(d): torch.arange(7).to(d) for d in [*dtypes, torch.bool, torch.int32, torch.int8]}
     tensors |= {
         "scalar": torch.tensor(2.5),
