@@ -9,6 +9,7 @@ import torch
 
 from memferry_ascend import arming
 from memferry_ascend.errors import FerryError
+from memferry_ascend.guard import ReadGuard
 
 if TYPE_CHECKING:
     from memferry_ascend.engine import Engine
@@ -35,8 +36,8 @@ def undo(engine: Engine) -> None:
     _release(engine)
 
 
-def close(engine: Engine) -> None:
-    """`Engine.close`: can be called again if it was interrupted. Raises, at the end, what had gone wrong before."""
+def close(engine: Engine) -> BaseException | None:
+    """`Engine.close`: can be called again if it was interrupted. Returns what had gone wrong before."""
     engine._jobs.close()
     failure = engine._jobs.failure()
     error: BaseException | None = None if failure is None else FerryError(failure)
@@ -63,8 +64,7 @@ def close(engine: Engine) -> None:
             update.hand_back(engine.optimizer.inner)
     arming.move_buffers(engine.model, torch.device("cpu"))
     _release(engine)
-    if error is not None:
-        raise FerryError(f"the engine is closed; before that something had failed: {error}") from error
+    return error
 
 
 def _unhook(engine: Engine) -> None:
@@ -86,6 +86,9 @@ def _release(engine: Engine) -> None:
     engine._windows, engine._handles, engine._residents, engine._updates = [], [], [], {}
     engine._by_module, engine._resident_of, engine._unread, engine._ring = {}, {}, [], None
     engine._memories, engine._originals, engine._grads_before = [], {}, {}
+    engine._guard = ReadGuard(
+        lambda _key: None, lambda: False
+    )  # the old one's callbacks hold the engine in a cycle
     engine.__dict__.pop("_gradients", None)
     engine.__dict__.pop("_clipper", None)
     engine._arena.close()

@@ -460,10 +460,12 @@ class Engine:
         self._guard.off()
         self._abandon_forward()
         try:
-            disarm.close(self)
+            error = disarm.close(self)
         finally:
             _armed.pop(self.model, None)
         self._tidied = True
+        if error is not None:
+            raise FerryError(f"the engine is closed; before that something had failed: {error}") from error
 
     def __enter__(self) -> Engine:
         return self

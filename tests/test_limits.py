@@ -172,7 +172,9 @@ def test_locked_memory_counts_only_where_registration_needs_it(cpu: runtime.Runt
     model = make_model(1)
     with pytest.MonkeyPatch.context() as m:
         m.setattr(CpuBackend, "locked_memory_limit", lambda self: 4096)
-        with pytest.raises(FerryError, match=r"locked memory: .*over the limit of 4.00 KiB.*ulimit -l \d+`") as e:
+        with pytest.raises(
+            FerryError, match=r"locked memory: .*over the limit of 4.00 KiB.*ulimit -l \d+`"
+        ) as e:
             ferry(model, plan=random_plan(model, 1))
         need = int(re.search(r"ulimit -l (\d+)`", str(e.value)).group(1)) * 1024
         m.setattr(CpuBackend, "locked_memory_limit", lambda self: need)
