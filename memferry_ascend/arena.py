@@ -15,6 +15,7 @@ so a whole unit moves in one copy; state arrays (remainder, moments, fp32 accumu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +106,17 @@ class Arena:
     def nbytes(self) -> int:
         """Bytes taken so far."""
         return sum(self.bytes_by_kind.values())
+
+    def release(self, kinds: Iterable[str]) -> None:
+        """Return the slabs of these kinds. Every tensor over them must have been let go."""
+        gone = set(kinds)
+        for kind, slab in self._slabs:
+            if kind in gone:
+                self._backend.free_host(slab)
+        self._slabs = [(kind, slab) for kind, slab in self._slabs if kind not in gone]
+        for kind in gone:
+            self._open.pop(kind, None)
+            self.bytes_by_kind.pop(kind, None)
 
     def close(self) -> None:
         """Return all slabs. Every tensor over them must have been let go."""

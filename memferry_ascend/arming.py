@@ -5,20 +5,27 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from memferry_ascend import hostmath, sizes
-from memferry_ascend.arena import Arena, Layout, UnitMemory
+from memferry_ascend import hostmath, limits
+from memferry_ascend.arena import Arena, UnitMemory
 from memferry_ascend.backends.base import Backend
 from memferry_ascend.errors import FerryError
 from memferry_ascend.hostupdate import NativeUpdate, Scratch, TorchUpdate, UnitUpdate, is_native
 from memferry_ascend.layers import Layer, Param, Unit
-from memferry_ascend.planner.plan import Mode
 from memferry_ascend.ring import Ring
 
-RING_SLOTS = 3
-"""One unit computes, one is loaded, one is about to be: a third slot hides the launch of the copy."""
 
-MARGIN = 0.05
-"""Share of RAM that the arena leaves alone when no bound is given."""
+def refuse_model(model: nn.Module) -> None:
+    """Raise for models whose forward does not run module by module."""
+    if not isinstance(model, nn.Module):
+        raise FerryError(f"ferry: expected a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise FerryError(
+                f"ferry: expected a plain module, got a torch.compile'd one (at {name or 'the root'!r}); ferry it "
+                "uncompiled"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise FerryError(f"ferry: expected a plain module, {name or 'the root'!r} is a TorchScript one")
 
 
 def assign_groups(params: list[Param], optimizer: torch.optim.Optimizer) -> None:
@@ -50,107 +57,37 @@ def assign_groups(params: list[Param], optimizer: torch.optim.Optimizer) -> None
             p.group = -1  # frozen: listed by habit, never updated
 
 
-def available_host_bytes() -> int:
-    """Free RAM or what the cgroup leaves, whichever is less."""
-    free = 1 << 62
-    try:
-        with open("/proc/meminfo") as f:
-            for line in f:
-                if line.startswith("MemAvailable:"):
-                    free = int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        try:
-            with open(limit) as f, open(used) as g:
-                text = f.read().strip()
-                if text != "max":
-                    free = min(free, int(text) - int(g.read()))
-        except (OSError, ValueError):
-            continue
-    return free
-
-
-def arena_bytes(units: list[Unit], native: bool, accumulate: int) -> dict[str, int]:
-    """Bytes the arena will take by kind of array, before anything is allocated."""
-    need: dict[str, int] = {}
-
-    def add(kind: str, nbytes: int) -> None:
-        if nbytes:
-            need[kind] = need.get(kind, 0) + nbytes
-
-    for unit in units:
-        layout = Layout(unit)
-        add("param", layout.nbytes)
-        add("grad", layout.grad_nbytes)
-        if any(p.trainable and p.dtype is torch.bfloat16 for p in unit.params):
-            add("lo", layout.elements * 2)
-        if native:
-            add("m", layout.elements * 4)
-            add("v", layout.elements * 4)
-        if accumulate > 1:
-            add("acc", layout.elements * 4)
-    return need
-
-
-def check_host_memory(need: dict[str, int], limit: int | None) -> None:
-    """Refuse before allocating.
-
-    Raises:
-        FerryError: names the total, the limit, and the three largest consumers.
-    """
-    total = sum(need.values())
-    source = "Config.host_memory"
-    if limit is None:
-        limit, source = int(available_host_bytes() * (1 - MARGIN)), "free memory less a margin of 5 %"
-    if total > limit:
-        top = ", ".join(f"{k} {sizes.fmt(v)}" for k, v in sorted(need.items(), key=lambda kv: -kv[1])[:3])
-        raise FerryError(
-            f"host memory: this model needs {sizes.fmt(total)} ({total} bytes; the largest: {top}), over "
-            f"{sizes.fmt(limit)} ({source}); the smallest workable host_memory is {total} bytes"
-        )
-
-
 def fill(
-    units: list[Unit], arena: Arena, backend: Backend, need: dict[str, int], native: bool
-) -> list[UnitMemory]:
-    """Allocate every unit's regions and move the model's values in; the module's own memory is let go unit by unit."""
-    left = dict(need)
+    units: list[Unit],
+    arena: Arena,
+    native: bool,
+    out: list[UnitMemory],
+    originals: dict[int, torch.Tensor],
+) -> None:
+    """Allocate every unit's regions and move the model's values in; the module's own memory is let go unit by unit.
 
-    def region(memory: UnitMemory, kind: str, nbytes: int, mapped: bool) -> None:
-        r = arena.region(kind, nbytes, mapped=mapped, expect=left.get(kind, 0))
-        left[kind] = left.get(kind, 0) - nbytes
-        if kind == "param":
-            memory.param = r
-        elif kind == "grad":
-            memory.grad = r
-        else:
-            memory.state[kind] = r
-
-    out = []
+    `out` grows with every unit, so that a failure can be undone. `originals` keeps, by parameter index, the values that
+    the arena holds rounded (frozen fp32 parameters that become bf16); everything else can be read back.
+    """
+    left = limits.expected(units, native)
     for unit in units:
         memory = UnitMemory(unit)
-        layout = memory.layout
-        region(memory, "param", layout.nbytes, True)
-        if layout.grad_nbytes:
-            region(memory, "grad", layout.grad_nbytes, True)
-        if any(p.trainable and p.dtype is torch.bfloat16 for p in unit.params):
-            region(memory, "lo", layout.elements * 2, False)
-        if native and layout.elements:
-            region(memory, "m", layout.elements * 4, False)
-            region(memory, "v", layout.elements * 4, False)
+        for kind, nbytes, mapped in limits.regions(unit, native):
+            region = arena.region(kind, nbytes, mapped=mapped, expect=left[kind])
+            left[kind] -= nbytes
+            if kind == "param":
+                memory.param = region
+            elif kind == "grad":
+                memory.grad = region
+            else:
+                memory.state[kind] = region
+        out.append(memory)
         for p in unit.params:
             set_master(memory, p, p.param.detach())
+            if not p.trainable and p.param.dtype is not p.dtype:
+                originals[p.index] = p.param.data
             p.param.grad = None
             p.param.data = memory.device_param(p)
-        out.append(memory)
-    return out
 
 
 def set_master(memory: UnitMemory, p: Param, value: torch.Tensor) -> None:
@@ -190,6 +127,7 @@ def make_updates(memories: list[UnitMemory], optimizer: torch.optim.Optimizer) -
             update = TorchUpdate(memory, params, optimizer, scratch)
         for p in params:
             if optimizer.state.get(p.param):
+                update.check_state(p, optimizer.state[p.param])
                 update.load_state(p, optimizer.state[p.param])
         out[memory.unit.index] = update
     return out
@@ -197,10 +135,8 @@ def make_updates(memories: list[UnitMemory], optimizer: torch.optim.Optimizer) -
 
 def make_ring(units: list[Unit], backend: Backend) -> Ring | None:
     """A ring that holds the largest streamed unit, or None when nothing is streamed."""
-    streamed = [Layout(u).nbytes for u in units if u.plan.mode is Mode.STREAM]
-    if not streamed:
-        return None
-    return Ring(backend, min(RING_SLOTS, len(streamed)), max(streamed))
+    shape = limits.ring_shape(units)
+    return None if shape is None else Ring(backend, *shape)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

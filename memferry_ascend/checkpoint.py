@@ -23,31 +23,52 @@ FORMAT = 1
 def state_dict(engine: Engine) -> dict[str, Any]:
     """Masters, buffers, optimizer state and counters; every tensor is a copy on the CPU."""
     engine.synchronize()
+    state = common_state(engine)
+    buffers = state["model"]
+    state["model"], state["optimizer"] = {}, {}
+    for r in engine._residents:
+        masters, moments = unit_state(engine, r)
+        state["model"] |= masters
+        state["optimizer"] |= moments
+    state["model"] |= buffers
+    return state
+
+
+def unit_state(engine: Engine, r: Resident) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+    """One unit's masters and optimizer state, copied. The caller has made sure that no update of it is running."""
     model: dict[str, torch.Tensor] = {}
     optimizer: dict[str, dict[str, Any]] = {}
-    for r in engine._residents:
-        for p in r.unit.params:
-            value = arming.get_master(r.memory, p)
-            for name in (p.name, *p.aliases):
-                model[name] = value
-            if p.trainable:
-                state = engine._updates[r.unit.index].state_of(p)
-                optimizer[p.name] = {
-                    k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()
-                }
-    for name, buffer in persistent_buffers(engine.model):
-        model[name] = buffer.detach().to("cpu", copy=True)
+    for p in r.unit.params:
+        value = arming.get_master(r.memory, p)
+        for name in (p.name, *p.aliases):
+            model[name] = value
+        if p.trainable:
+            state = engine._updates[r.unit.index].state_of(p)
+            optimizer[p.name] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+    return model, optimizer
+
+
+def common_state(engine: Engine) -> dict[str, Any]:
+    """What is not a unit's: buffers (under "model"), hyperparameters and the format."""
     groups = [
-        {**{k: v for k, v in g.items() if k != "params"}, "params": [_name(engine, p) for p in g["params"]]}
+        {
+            **{k: _plain(v) for k, v in g.items() if k != "params"},
+            "params": [_name(engine, p) for p in g["params"]],
+        }
         for g in engine.optimizer.param_groups
     ]
     return {
         "format": FORMAT,
-        "model": model,
-        "optimizer": optimizer,
+        "model": {name: b.detach().to("cpu", copy=True) for name, b in persistent_buffers(engine.model)},
+        "optimizer": {},
         "optimizer_class": type(engine.optimizer.inner).__name__,
         "param_groups": groups,
     }
+
+
+def _plain(value: Any) -> Any:
+    """Hyperparameters of the moment: a tensor learning rate goes on changing."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _name(engine: Engine, param: nn.Parameter) -> str:
@@ -57,7 +78,7 @@ def _name(engine: Engine, param: nn.Parameter) -> str:
 def persistent_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Buffers that belong in a state dict."""
     out = []
-    for prefix, module in model.named_modules():
+    for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 out.append((f"{prefix}.{name}" if prefix else name, buffer))
@@ -75,6 +96,8 @@ def load_state_dict(engine: Engine, state: Mapping[str, Any]) -> None:
             f"engine state: expected format {FORMAT}, found {state['format']!r}; another version wrote it"
         )
     values, moments = state["model"], state.get("optimizer", {})
+    if not isinstance(values, Mapping) or not isinstance(moments, Mapping):
+        raise FerryError('engine state: expected "model" and "optimizer" to map parameter names')
     buffers = dict(persistent_buffers(engine.model))
     wanted = {p.name: p.shape for p in engine._params} | {k: b.shape for k, b in buffers.items()}
     missing = sorted(set(wanted) - set(values))
@@ -82,6 +105,10 @@ def load_state_dict(engine: Engine, state: Mapping[str, Any]) -> None:
     if missing or extra:
         raise FerryError(f"engine state of another model: missing {missing[:5]}, unexpected {extra[:5]}")
     for name, shape in wanted.items():
+        if not isinstance(values[name], torch.Tensor):
+            raise FerryError(
+                f"engine state: expected {name!r} to be a tensor, found {type(values[name]).__name__}"
+            )
         if values[name].shape != shape:
             raise FerryError(
                 f"engine state: {name!r} has shape {tuple(values[name].shape)}, expected {tuple(shape)}"
@@ -91,29 +118,48 @@ def load_state_dict(engine: Engine, state: Mapping[str, Any]) -> None:
         raise FerryError(
             f"engine state: its optimizer is {theirs}, this one is {ours}; load it into the same class"
         )
-    for p in engine._params:
-        for key, value in moments.get(p.name, {}).items():
-            if (
-                isinstance(value, torch.Tensor)
-                and value.dim()
-                and value.shape != p.shape
-                and value.numel() > 1
-            ):
-                raise FerryError(
-                    f"engine state: {key} of {p.name!r} has shape {tuple(value.shape)}, expected {tuple(p.shape)}"
-                )
-    engine.synchronize()
+    for r in engine._residents:
+        for p in r.unit.params:
+            if p.trainable:
+                engine._updates[r.unit.index].check_state(p, moments.get(p.name, {}))
+    groups = _groups_for(engine, state)
+    engine.settle()
     with torch.no_grad():
         for r in engine._residents:
             for p in r.unit.params:
                 arming.set_master(r.memory, p, values[p.name])
-                if p.trainable and moments.get(p.name):
-                    engine._updates[r.unit.index].load_state(p, moments[p.name])
+                if p.trainable and "optimizer" in state:
+                    engine._updates[r.unit.index].load_state(p, moments.get(p.name, {}))
         for name, buffer in buffers.items():
             buffer.copy_(values[name])
     refresh(engine, engine._residents)
-    for group, saved in zip(engine.optimizer.param_groups, state.get("param_groups", []), strict=False):
-        group.update({k: v for k, v in saved.items() if k != "params"})
+    for group, saved in zip(engine.optimizer.param_groups, groups, strict=True):
+        group.update(saved)
+
+
+def _groups_for(engine: Engine, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Hyperparameters for each of the engine's param groups; as they are when the state holds none.
+
+    Raises:
+        FerryError: other groups, or amsgrad where the engine was armed without it (or the reverse).
+    """
+    ours = engine.optimizer.param_groups
+    if "param_groups" not in state:
+        return [{} for _ in ours]
+    saved = state["param_groups"]
+    names = [sorted(_name(engine, p) for p in g["params"]) for g in ours]
+    found = [sorted(g["params"]) for g in saved]
+    if names != found:
+        raise FerryError(
+            f"engine state: its param groups hold {[len(g) for g in found]} parameters, this optimizer's "
+            f"{[len(g) for g in names]}, or others; make the optimizer with the same groups"
+        )
+    for mine, other in zip(ours, saved, strict=True):
+        if bool(mine.get("amsgrad")) != bool(other.get("amsgrad")):
+            raise FerryError(
+                "engine state: amsgrad differs from the armed optimizer's; ferry it with the same"
+            )
+    return [{k: v for k, v in g.items() if k != "params"} for g in saved]
 
 
 def refresh(engine: Engine, residents: list[Resident]) -> None:
@@ -125,12 +171,16 @@ def refresh(engine: Engine, residents: list[Resident]) -> None:
         r.bind_rest()
     engine._backend.synchronize()
     torch.autograd.graph.increment_version([p.param for r in residents for p in r.unit.params])
+    engine._integrity.note()
 
 
 def reconcile(engine: Engine, before: list[torch.Tensor]) -> None:
     """After an edit: the master of every element whose value changed is exactly that value."""
     for r, old in zip(engine._residents, before, strict=True):
         for p in r.unit.params:
+            if p.param.data_ptr() != r.memory.device_param(p).data_ptr():  # `p.data = x`
+                arming.set_master(r.memory, p, p.param.detach().cpu())
+                continue
             if not p.trainable or p.dtype is not torch.bfloat16:
                 continue
             place = r.memory.layout.places[p.index].offset
@@ -152,7 +202,11 @@ def install_state_dict_hooks(engine: Engine) -> list[RemovableHandle]:
             if isinstance(value, torch.Tensor) and name.startswith(prefix):
                 out[name] = value.detach().to("cpu", copy=True)
 
-    def before_load(*_: Any) -> None:
+    def before_load(_module: nn.Module, _state: Any, _prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise FerryError(
+                "load_state_dict(assign=True) would replace the parameters that the engine updates; leave assign out"
+            )
         edit = engine.edit()
         edit.__enter__()
         edits.append(edit)

@@ -12,15 +12,17 @@ One iteration, in the words of `shadow.py`:
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from memferry_ascend import arming, checkpoint, hostmath
-from memferry_ascend.arena import Arena
+from memferry_ascend import arming, checkpoint, disarm, hostmath, limits, saving
+from memferry_ascend.arena import Arena, UnitMemory
 from memferry_ascend.backends.base import Event
 from memferry_ascend.clipping import Clipper
 from memferry_ascend.config import Config, host_threads
@@ -28,6 +30,7 @@ from memferry_ascend.errors import ConfigError, FerryError
 from memferry_ascend.gradients import Gradients, GradState, UnitGrads
 from memferry_ascend.guard import ReadGuard
 from memferry_ascend.hostupdate import Hypers, is_native, refuse, snapshot
+from memferry_ascend.integrity import Integrity, check_trainable
 from memferry_ascend.jobs import make_jobs
 from memferry_ascend.layers import Param, collect, units
 from memferry_ascend.optimizer import FerryOptimizer
@@ -66,8 +69,7 @@ class Engine:
         sample_batch: Any,
     ) -> None:
         refuse(optimizer)
-        if hasattr(model, "_orig_mod"):
-            raise FerryError("ferry: expected a plain module, got a torch.compile'd one; ferry it uncompiled")
+        arming.refuse_model(model)
         if model in _armed:
             raise FerryError("ferry: this model is ferried already; close() its engine first")
         if config.device_memory is not None and sample_batch is None:
@@ -82,6 +84,7 @@ class Engine:
         layers = collect(model, config.precision, config.keep_fp32)
         self._params = [p for layer in layers for p in layer.params]
         self._dtypes = {p.index: p.param.dtype for p in self._params}
+        self._grads_before = {p.index: p.param.grad for p in self._params}
         arming.assign_groups(self._params, optimizer)
         if not any(p.trainable for p in self._params):
             raise FerryError("ferry: expected at least one trainable parameter, all are frozen")
@@ -89,25 +92,34 @@ class Engine:
         by_name = {lp.name: lp for lp in self.plan.layers}
         self._units = units(layers, by_name, alone=arming.distant(layers))
         native = is_native(optimizer)
-        need = arming.arena_bytes(self._units, native, config.accumulate)
-        arming.check_host_memory(need, config.host_bytes)
+        need = limits.arena_bytes(self._units, native, config.accumulate)
+        limits.check_host(need | limits.state_bytes(self._units, optimizer), config.host_bytes)
+        limits.check_locked(need, backend.locked_memory_limit())
+        limits.check_device(self._units, backend)
         self._arena = Arena(backend, config.host_bytes)
         self.recorder = Recorder(backend)
         self._jobs = make_jobs(backend, len(self._units), self.recorder, native)
-        self._closed = False
+        self._closed = self._tidied = False
+        self._memories: list[UnitMemory] = []
+        self._originals: dict[int, torch.Tensor] = {}
+        self._residents: list[Resident] = []
+        self._handles: list[RemovableHandle] = []
+        self._windows: list[Window] = []
+        self.optimizer: FerryOptimizer = None  # type: ignore[assignment]
+        self._saving: saving.Save | None = None
         try:
-            self._arm(layers, optimizer, need, native)
+            self._arm(layers, optimizer, native)
         except BaseException:
-            self._jobs.close()
+            disarm.undo(self)
             raise
+        self._originals, self._grads_before = {}, {}
         _armed[model] = self
 
     # -- arming --------------------------------------------------------------------------------------------------------
-    def _arm(
-        self, layers: list[Any], optimizer: torch.optim.Optimizer, need: dict[str, int], native: bool
-    ) -> None:
+    def _arm(self, layers: list[Any], optimizer: torch.optim.Optimizer, native: bool) -> None:
         backend, config = self._backend, self.config
-        memories = arming.fill(self._units, self._arena, backend, need, native)
+        memories = self._memories
+        arming.fill(self._units, self._arena, native, memories, self._originals)
         arming.move_buffers(self.model, backend.device)
         self._ring = arming.make_ring(self._units, backend)
         self._residents = [
@@ -137,9 +149,11 @@ class Engine:
         )
         self._gradients.backward_ended = self._backward_ended
         self._clipper = Clipper(self._gradients, backend, self._jobs, config.max_grad_norm)
-        self._handles = self._gradients.install()
+        self._handles += self._gradients.install()
+        self._integrity = Integrity(
+            [(p, r.rest[p.index]) for r in self._residents for p in r.unit.params], self._handles
+        )
         self._saved = SavedHooks()
-        self._windows: list[Window] = []
         self._by_module = {id(layer.module): (layer.module, list(layer.reads)) for layer in layers}
         self._unread: list[Resident] = []
         self._install_windows()
@@ -156,6 +170,10 @@ class Engine:
         self._guard = ReadGuard(self._wait_parameter, self._is_pending)
         self.optimizer = FerryOptimizer(optimizer, self)
         self._handles += checkpoint.install_state_dict_hooks(self)
+        for p in self._params:  # gradients from before ferry count for the first step
+            grad = self._grads_before[p.index]
+            if grad is not None and p.trainable:
+                p.param.grad = grad.to(backend.device, p.dtype)
 
     def _install_windows(self) -> None:
         for window in self._windows:
@@ -175,6 +193,8 @@ class Engine:
         self._check_open()
         self._jobs.check()
         self._guard.off()
+        self._abandon_forward()
+        self._integrity.check()
         if torch.is_autocast_enabled(self._backend.device.type) and torch.is_autocast_cache_enabled():
             raise FerryError(
                 "autocast with its weight cache would keep copies of parameters; ferry trains in bf16 already: leave "
@@ -188,13 +208,28 @@ class Engine:
             self._tracer.on()
             self._tracer.enter(self.model)
 
+    def _abandon_forward(self) -> None:
+        """Ctrl-C ends a forward pass without running a hook: take away what it has left. Nothing to do otherwise."""
+        self._saved.reset()
+        for window in self._windows:
+            window.reset()
+        if self._tracer is not None:
+            self._tracer.off()
+            self._tracer.unwatch()
+            self._tracer = None
+
     def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        tracer, self._tracer = self._tracer, None
+        if self._is_pending():  # this pass did not need every unit: reads must still wait
+            self._guard.on()
+        tracer = self._tracer
         if tracer is None:
             return
         tracer.off()
-        tracer.unwatch()
-        if output is not None:  # None: the forward raised; trace the next one
+        if (
+            output is not None
+        ):  # None: the forward raised, torch walks over its hooks right now; trace the next one
+            tracer.unwatch()
+            self._tracer = None
             self._traced = True
             # Windows may not change under a graph: checkpoint's second forward must save what its first one did.
             self._learned = tracer
@@ -248,12 +283,9 @@ class Engine:
     def _step(self) -> None:
         self._check_open()
         self._jobs.check()
-        for p in self._params:
-            if p.param.requires_grad != p.trainable:
-                raise FerryError(
-                    f"parameter {p.name!r}: requires_grad was toggled after ferry; close the engine and ferry again"
-                )
+        check_trainable(self._params)
         self._guard.off()
+        self._integrity.check()
         early, self._updating = self._updating, []
         done = {id(ug) for ug in early}
         parts = [(ug, part) for ug, part in self._gradients.collect() if id(ug) not in done]
@@ -279,6 +311,7 @@ class Engine:
         stepped = [s for ug in early for s in ug.states] + [s for _, part in parts for s in part]
         torch.autograd.graph.increment_version([s.p.param for s in stepped])
         self._gradients.consumed(stepped)
+        self._integrity.note()
         if self._ring is not None:
             self._ring.expect_forward()
         if self._learned is not None:
@@ -302,6 +335,7 @@ class Engine:
         resident = ug.resident
         # A unit's own download is behind its last use on the compute stream: with `after` None that is enough.
         waits = [ug.downloaded] if after is None else [ug.downloaded, after]
+        before = saving.before_update(self, resident)
         resident.begin_update()
         self._jobs.update(
             resident.unit.index,
@@ -313,12 +347,24 @@ class Engine:
             hypers,
             scale,
             resident.upload_job(after if after is not None else ug.downloaded),
-            resident.offer,
+            self._then(resident),
+            before,
         )
         ug.tickets[ug.turn] = self._jobs.ticket(resident.unit.index)
 
+    def _then(self, resident: Resident) -> Callable[[], None]:
+        """What the background does when a unit is updated."""
+
+        def then() -> None:
+            resident.offer()
+            if self._saving is not None:
+                self._saving.notify()
+
+        return then
+
     def _zero_grad(self, set_to_none: bool) -> None:
         self._check_open()
+        self._gradients.discard()
         watching = self._guard.active
         self._guard.off()  # it would look at every `p.grad` below
         for ug in self._gradients.units:
@@ -360,7 +406,7 @@ class Engine:
         """Change parameters in place: inside, they are the arena's; on leaving, edited masters are exactly what was
         written and device copies are refreshed. Untouched parameters keep the low half of their masters."""
         self._check_open()
-        self.synchronize()
+        self.settle()
         before = [r.region.clone() for r in self._residents]
         for r in self._residents:
             r.bind_alias()
@@ -383,6 +429,24 @@ class Engine:
         """
         checkpoint.load_state_dict(self, state)
 
+    def save_async(self, path: str | os.PathLike[str], **options: Any) -> saving.Save:
+        """Write `state_dict()` as it is now to the file `path` while training goes on (`saving.py` says how, and what
+        memory it takes). `result()` of what is returned waits for the file; close() does too. A second save waits for
+        the first. Options: `key` puts the state under that key, `extra` is a mapping written beside it, `then` is
+        called on the writer's thread when the file is complete, `staging` bounds the memory (bytes).
+
+        Raises:
+            SaveError: the folder cannot be written to, or the save before this one failed.
+        """
+        self._check_open()
+        return saving.start(self, path, **options)
+
+    def settle(self) -> None:
+        """`synchronize`, and let a save in flight copy what it still needs: the arena may be written to then."""
+        self.synchronize()
+        if self._saving is not None:
+            self._saving.settle()
+
     def memory_report(self) -> list[tuple[str, str, int]]:
         """Where every byte lives: (place, what, bytes)."""
         names = {
@@ -402,31 +466,18 @@ class Engine:
     def close(self) -> None:
         """Return the model to plain CPU parameters in their original dtype and give all memory back. Idempotent; never
         hides what went wrong, but tidies up first."""
-        if self._closed:
+        if self._tidied:
             return
         self._closed = True
         self._guard.off()
-        self._jobs.close()
-        error = self._jobs.failure()
-        self._backend.synchronize()
-        for handle in self._handles:
-            handle.remove()
-        for window in self._windows:
-            window.remove()
-        for r in self._residents:
-            for p in r.unit.params:
-                p.param.grad = None
-                p.param.data = arming.get_master(r.memory, p).to(self._dtypes[p.index])
-        arming.move_buffers(self.model, torch.device("cpu"))
-        self.optimizer._detach()
-        _armed.pop(self.model, None)
-        self._windows, self._handles, self._residents, self._updates = [], [], [], {}
-        self._by_module, self._resident_of, self._unread, self._ring = {}, {}, [], None
-        del self._gradients, self._clipper
-        self._arena.close()
-        self.recorder.close()
+        self._abandon_forward()
+        try:
+            error = disarm.close(self)
+        finally:
+            _armed.pop(self.model, None)
+        self._tidied = True
         if error is not None:
-            raise FerryError(f"the engine is closed; before that a host update had failed: {error}")
+            raise FerryError(f"the engine is closed; before that something had failed: {error}") from error
 
     def __enter__(self) -> Engine:
         return self
@@ -452,8 +503,11 @@ class Engine:
                         )
 
     def _load_optimizer_state(self, by_id: dict[int, dict[str, Any]]) -> None:
-        self.synchronize()
-        for r in self._residents:
-            for p in r.unit.params:
-                if id(p.param) in by_id:
-                    self._updates[r.unit.index].load_state(p, by_id[id(p.param)])
+        self.settle()
+        mine = [
+            (self._updates[r.unit.index], p) for r in self._residents for p in r.unit.params if p.trainable
+        ]
+        for update, p in mine:  # all are looked at before the first is changed
+            update.check_state(p, by_id.get(id(p.param), {}))
+        for update, p in mine:
+            update.load_state(p, by_id.get(id(p.param), {}))

@@ -100,7 +100,8 @@ class Gradients:
         self._in_flight: deque[tuple[Event, list[torch.Tensor], int]] = deque()
         self._in_flight_bytes = 0
         self._download = backend.stream("download")
-        self._callback_queued = False
+        self._passes: set[int] = set()
+        """Backward passes (autograd's numbers) whose end we have asked to be told."""
         self._arrived: list[UnitGrads] = []
         self.summing = False
         """fp32 accumulators exist: several backwards precede a step."""
@@ -155,6 +156,7 @@ class Gradients:
             if grad is None:
                 return
             if grad.requires_grad:
+                param.grad = None
                 raise FerryError(
                     f"parameter {s.p.name!r}: its gradient has a graph of its own (create_graph=True); gradients of "
                     "gradients are not supported after ferry"
@@ -166,9 +168,12 @@ class Gradients:
 
     def arrive(self, ug: UnitGrads, s: GradState, grad: torch.Tensor) -> None:
         """Take a gradient produced on the compute stream."""
-        if not self._callback_queued:
-            self._callback_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        task = torch._C._current_graph_task_id()
+        if task not in self._passes:
+            # Once per pass, nested (re-entrant) ones included. A pass that raises never calls back, so what it leaves
+            # here is no more than a number.
+            self._passes.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
         if self._final is not None and s.arrivals + 1 > self._accumulate:
             raise FerryError(
                 f"parameter {s.p.name!r}: gradient {s.arrivals + 1} before step(), but accumulate={self._accumulate} "
@@ -252,18 +257,21 @@ class Gradients:
     def _start_summing(self) -> None:
         if self.summing:
             return
-        self.summing = True
         total = sum(ug.memory.layout.elements * 4 for ug in self.units)
-        for ug in self.units:
+        regions = []
+        for ug in self.units:  # all or nothing: the arena may refuse
             nbytes = ug.memory.layout.elements * 4
-            ug.memory.state["acc"] = self._arena.region("acc", nbytes, mapped=True, expect=total)
+            regions.append(self._arena.region("acc", nbytes, mapped=True, expect=total))
             total -= nbytes
+        self.summing = True
+        for ug, region in zip(self.units, regions, strict=True):
+            ug.memory.state["acc"] = region
             for s in ug.states:
                 s.sum_view = ug.memory.device_state("acc", s.p).view(s.p.shape)
 
-    def _end(self) -> None:
+    def _end(self, task: int) -> None:
         """Autograd calls this when a backward pass (or a nested, re-entrant one) has run all its nodes."""
-        self._callback_queued = False
+        self._passes.discard(task)
         arrived, self._arrived = self._arrived, []
         for ug in arrived:
             self._flush(ug)
@@ -289,6 +297,15 @@ class Gradients:
             s.p.param.grad = grad
         s.published = s.p.param.grad
 
+    def discard(self) -> None:
+        """`zero_grad`: forget what a backward pass that raised has left behind."""
+        for ug in self._arrived:
+            for s, _ in ug.staged:
+                s.staged = False
+            ug.staged.clear()
+        self._arrived = []
+        self._passes.clear()
+
     # -- at the step -------------------------------------------------------------------------------------------------
     def release_device(self) -> None:
         """Let go of device tensors whose download is behind us; never waits on the host."""
@@ -299,6 +316,10 @@ class Gradients:
         """What takes part in a step: per unit the parameters that have a gradient. Honours what the user did to
         `p.grad` since the backward: None discards, another tensor replaces."""
         out = []
+        self._passes.clear()
+        for ug in self._arrived:  # of a backward pass that raised: what had come counts, as in plain PyTorch
+            self._flush(ug)
+        self._arrived = []
         for ug in self.units:
             part = [s for s in ug.states if self._takes_part(ug, s)]
             if not part:
@@ -319,6 +340,7 @@ class Gradients:
             if s.published is None and s.arrivals:
                 return True  # update="backward": never published
             if s.zeroed:
+                ug.resident.wait()  # an update in flight reads what is written here
                 self._backend.compute.synchronize()
                 ug.memory.host_grad(s.p).zero_()
                 self._replaced(s)
@@ -330,6 +352,7 @@ class Gradients:
             raise FerryError(
                 f"parameter {s.p.name!r}: p.grad has shape {tuple(grad.shape)}, expected {tuple(s.p.shape)}"
             )
+        ug.resident.wait()  # an update in flight reads what the download overwrites
         if self.summing:
             self._jobs.wait_folds(ug.resident.unit.index)
         self._backend.compute.record(ug.ready)

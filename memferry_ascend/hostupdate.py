@@ -8,9 +8,10 @@ buffers and the like) is kept per parameter.
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +46,11 @@ def is_native(optimizer: torch.optim.Optimizer) -> bool:
 
 def refuse(optimizer: torch.optim.Optimizer) -> None:
     """Raise for optimizers whose update of one parameter needs the others, or sparse gradients."""
+    if isinstance(optimizer, list | tuple | dict):
+        raise FerryError(
+            f"ferry: expected one torch.optim.Optimizer, got a {type(optimizer).__name__}; several optimizers are not "
+            "supported: use one with several param groups"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise FerryError(
             "LBFGS looks at all parameters at once and calls the closure repeatedly; use AdamW or SGD"
@@ -73,7 +79,54 @@ class UnitUpdate(ABC):
         """Optimizer state under torch's names: fp32 host tensors in the parameter's shape, and plain numbers."""
 
     @abstractmethod
-    def load_state(self, p: Param, state: dict[str, Any]) -> None: ...
+    def load_state(self, p: Param, state: Mapping[str, Any]) -> None:
+        """Take what `state_of` gave; an empty state is that of a parameter that was never updated."""
+
+    def hand_back(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give every parameter's state to the user's optimizer, unit by unit as the engine closes."""
+        for p in self.params:
+            optimizer.state.pop(p.param, None)
+            state = self.state_of(p)
+            if state:
+                optimizer.state[p.param] = {k: _own(k, v, p.param.dtype) for k, v in state.items()}
+
+    def check_state(self, p: Param, state: Any) -> None:
+        """Raise unless `load_state` would accept it; changes nothing.
+
+        Raises:
+            FerryError: no mapping, a shape that cannot belong to this parameter, or `step` is no whole number.
+        """
+        if not isinstance(state, Mapping):
+            raise FerryError(
+                f"optimizer state of {p.name!r}: expected a mapping, found {type(state).__name__}"
+            )
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and not _belongs(value, p):
+                raise FerryError(
+                    f"optimizer state of {p.name!r}: {key} has shape {tuple(value.shape)}, expected {tuple(p.shape)}"
+                )
+        try:
+            steps = float(state.get("step", 0))
+        except (TypeError, ValueError, RuntimeError):
+            steps = math.nan
+        if not (steps >= 0 and steps.is_integer()):
+            raise FerryError(
+                f"optimizer state of {p.name!r}: expected step to be a whole number, found {state['step']!r}"
+            )
+
+
+def _own(key: str, value: Any, dtype: torch.dtype) -> Any:
+    """As `Optimizer.load_state_dict` would have it: per-element state in the parameter's dtype."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to(dtype if value.is_floating_point() and key != "step" else value.dtype, copy=True)
+
+
+def _belongs(value: torch.Tensor, p: Param) -> bool:
+    """Per element, factored over some dimensions (Adafactor), or one number."""
+    return value.numel() == 1 or (
+        value.dim() == len(p.shape) and all(a in (1, b) for a, b in zip(value.shape, p.shape, strict=True))
+    )
 
 
 class NativeUpdate(UnitUpdate):
@@ -171,18 +224,33 @@ class NativeUpdate(UnitUpdate):
         )
 
     def state_of(self, p: Param) -> dict[str, Any]:
+        if not self.steps[p.index]:
+            return {}  # as in plain PyTorch before its first update
         return {
             "step": torch.tensor(float(self.steps[p.index])),
             "exp_avg": self.memory.host_state("m", p).view(p.shape),
             "exp_avg_sq": self.memory.host_state("v", p).view(p.shape),
         }
 
-    def load_state(self, p: Param, state: dict[str, Any]) -> None:
+    def check_state(self, p: Param, state: Any) -> None:
+        super().check_state(p, state)
         missing = {"step", "exp_avg", "exp_avg_sq"} - set(state)
-        if missing:
+        if state and missing:
             raise FerryError(
-                f"optimizer state of {p.name!r}: expected exp_avg, exp_avg_sq and step, missing {missing}"
+                f"optimizer state of {p.name!r}: expected exp_avg, exp_avg_sq and step, missing {sorted(missing)}"
             )
+        for key in ("exp_avg", "exp_avg_sq") if state else ():
+            if not isinstance(state[key], torch.Tensor) or state[key].shape != p.shape:
+                raise FerryError(
+                    f"optimizer state of {p.name!r}: {key} is no tensor of shape {tuple(p.shape)}"
+                )
+
+    def load_state(self, p: Param, state: Mapping[str, Any]) -> None:
+        if not state:
+            self.memory.host_state("m", p).zero_()
+            self.memory.host_state("v", p).zero_()
+            self.steps[p.index] = 0
+            return
         for kind, key in (("m", "exp_avg"), ("v", "exp_avg_sq")):
             self.memory.host_state(kind, p).view(p.shape).copy_(state[key])
         self.steps[p.index] = int(state["step"])
@@ -205,6 +273,14 @@ class TorchUpdate(UnitUpdate):
         super().__init__(memory, params)
         self._scratch = scratch
         self._optimizer = copy.copy(optimizer)
+        for key, value in vars(
+            optimizer
+        ).items():  # what a subclass keeps on itself; torch's copy leaves it out
+            if key != "step":  # a scheduler's or our own wrapper of the original
+                vars(self._optimizer).setdefault(key, value)
+        # The user's hooks run once a step, around FerryOptimizer.step.
+        self._optimizer._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer._optimizer_step_post_hooks = OrderedDict()
         self._optimizer.state = defaultdict(dict)
         self._masters: dict[int, torch.nn.Parameter] = {}
         self._grads: dict[int, torch.Tensor] = {}
@@ -259,7 +335,7 @@ class TorchUpdate(UnitUpdate):
     def state_of(self, p: Param) -> dict[str, Any]:
         return dict(self._optimizer.state.get(self._masters[p.index], {}))
 
-    def load_state(self, p: Param, state: dict[str, Any]) -> None:
+    def load_state(self, p: Param, state: Mapping[str, Any]) -> None:
         fresh: dict[str, Any] = {}
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
@@ -267,6 +343,7 @@ class TorchUpdate(UnitUpdate):
                 if value.is_floating_point():
                     value = value.float()
             fresh[key] = value
+        self._optimizer.state.pop(self._masters[p.index], None)
         if fresh:
             self._optimizer.state[self._masters[p.index]] = fresh
         step = state.get("step", 0)

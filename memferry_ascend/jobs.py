@@ -94,8 +94,9 @@ class Jobs(ABC):
         scale: Any,
         upload: Upload | None,
         then: Callable[[], None] | None,
+        before: Callable[[], None] | None = None,
     ) -> None:
-        """Update a unit behind `waits`, start `upload`, call `then`."""
+        """Call `before`, update a unit behind `waits`, start `upload`, call `then`."""
 
     @abstractmethod
     def updated(self, unit: int) -> bool:
@@ -133,6 +134,13 @@ class Jobs(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
+
+    calls_back = True
+    """`before` and `then` of an update are called."""
+
+    def on_failure(self, call: Callable[[], None]) -> None:
+        """Have `call` called on the worker when a job fails; does nothing unless `calls_back`."""
+        _ = call
 
     def new_scale(self, value: float = 1.0, norm: float = -1.0) -> Any:
         """A scale of this implementation's own kind."""
@@ -210,6 +218,7 @@ class PythonJobs(Jobs):
         scale: Any,
         upload: Upload | None,
         then: Callable[[], None] | None,
+        before: Callable[[], None] | None = None,
     ) -> None:
         self._updates[unit] += 1
         self._tickets[unit] += 1
@@ -218,6 +227,8 @@ class PythonJobs(Jobs):
             for event in waits:
                 event.synchronize()
             self._backend._at("update")
+            if before is not None:
+                before()
             with self._recorder.host("update", str(unit)):
                 update.run(part, summed, hypers, scale.value)
             if upload is not None:
@@ -251,6 +262,9 @@ class PythonJobs(Jobs):
     def failure(self) -> str | None:
         return None if self.worker.error is None else str(self.worker.error)
 
+    def on_failure(self, call: Callable[[], None]) -> None:
+        self.worker.on_failure = call
+
     def close(self) -> None:
         self.worker.close()
 
@@ -264,6 +278,8 @@ _PIECE = np.dtype([("grad", np.uint64), ("numel", np.int64), ("index", np.int64)
 class NativeJobs(Jobs):
     """On one native thread (ops/worker.h). Needs a backend with a driver and the native AdamW. `then` is not called:
     who needs it asks `updated` instead."""
+
+    calls_back = False
 
     def __init__(self, backend: Backend, driver: Any, units: int) -> None:
         from memferry_ascend import _ops  # type: ignore[attr-defined]
@@ -329,8 +345,9 @@ class NativeJobs(Jobs):
         scale: Any,
         upload: Upload | None,
         then: Callable[[], None] | None,
+        before: Callable[[], None] | None = None,
     ) -> None:
-        assert isinstance(update, NativeUpdate)
+        assert isinstance(update, NativeUpdate) and before is None
         address, count = update.prepare(part, summed, hypers)
         row = (0,) * 6
         if upload is not None:

@@ -67,11 +67,18 @@ def collect(model: nn.Module, precision: str, keep_fp32: tuple[str, ...]) -> lis
             type than nn.Parameter.
     """
     known: dict[int, Param] = {}
+    visited: set[int] = set()
     layers = []
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         own = [(n, p) for n, p in module._parameters.items() if p is not None]
         if not own:
             continue
+        if id(module) in visited:  # a shared module: one layer, and every name that a state dict gives it
+            for leaf, p in own:
+                known[id(p)].aliases.append(f"{name}.{leaf}")
+            continue
+        visited.add(id(module))
+        _check_module(name, module)
         fp32 = any(
             fnmatch.fnmatchcase(name, pat) or fnmatch.fnmatchcase(type(module).__name__, pat)
             for pat in keep_fp32
@@ -91,6 +98,14 @@ def collect(model: nn.Module, precision: str, keep_fp32: tuple[str, ...]) -> lis
     if not layers:
         raise FerryError("ferry: expected a model with parameters, found none")
     return layers
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    if getattr(module, "max_norm", None) is not None:
+        raise FerryError(
+            f"ferry: {name!r} ({type(module).__name__}) has max_norm, which edits its weight during the forward pass; "
+            "set max_norm=None and normalise inside engine.edit()"
+        )
 
 
 def _check(name: str, p: nn.Parameter) -> None:

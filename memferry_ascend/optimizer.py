@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -27,7 +27,10 @@ class FerryOptimizer(torch.optim.Optimizer):
         self.param_groups = inner.param_groups
         self.inner = inner
         self._engine = engine
-        self._inner_step = inner.step
+        # Hooks of the user's that came before us run around our step.
+        self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
+        self._inner_step = inner.__dict__.get("step")  # a scheduler's wrapper, if there is one
         inner.step = self._refuse  # type: ignore[method-assign]
         inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made earlier looks for it
 
@@ -90,6 +93,10 @@ class FerryOptimizer(torch.optim.Optimizer):
         Raises:
             FerryError: group sizes differ.
         """
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+            raise FerryError(
+                'optimizer state: expected a mapping with "state" and "param_groups", as optimizer.state_dict() gives'
+            )
         groups = state_dict["param_groups"]
         ours = [len(g["params"]) for g in self.param_groups]
         theirs = [len(g["params"]) for g in groups]
@@ -98,8 +105,7 @@ class FerryOptimizer(torch.optim.Optimizer):
         by_id: dict[int, dict[str, Any]] = {}
         for g, saved in zip(self.param_groups, groups, strict=True):
             for p, number in zip(g["params"], saved["params"], strict=True):
-                if number in state_dict["state"]:
-                    by_id[id(p)] = state_dict["state"][number]
+                by_id[id(p)] = state_dict["state"].get(number, {})
         self.engine._load_optimizer_state(by_id)
         for g, saved in zip(self.param_groups, groups, strict=True):
             g.update({k: v for k, v in saved.items() if k != "params"})
@@ -111,6 +117,13 @@ class FerryOptimizer(torch.optim.Optimizer):
         )
 
     def _detach(self) -> torch.optim.Optimizer:
-        self.inner.step = self._inner_step  # type: ignore[method-assign]
+        if self._inner_step is None:
+            self.inner.__dict__.pop("step", None)
+        else:
+            self.inner.step = self._inner_step  # type: ignore[method-assign]
         self._engine = None
         return self.inner
+
+
+# A scheduler made before `ferry` warns when the step it has wrapped is replaced, unless it finds its mark.
+FerryOptimizer._refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

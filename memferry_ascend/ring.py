@@ -128,6 +128,15 @@ class Ring:
                 if id(unit) not in self._by_unit:
                     self._load(unit, self._urgent, keep=tuple(self.units[: len(self.slots)]))
 
+    def close(self) -> None:
+        """Let go of the slots' device memory. Nobody may use the ring afterwards."""
+        with self._lock:
+            self.slots, self.units = [], []
+            self._by_unit.clear()
+            self._position.clear()
+            self._wanted.clear()
+            self._lease = None
+
     # -- under the lock --------------------------------------------------------------------------------------------
     def _touch(self, slot: Slot) -> None:
         self._clock += 1

@@ -99,3 +99,8 @@ class SavedHooks:
     def pop(self) -> None:
         _pop()
         self.open -= 1
+
+    def reset(self) -> None:
+        """Take away what an interrupted forward pass (Ctrl-C: no hook runs) has left pushed."""
+        while self.open:
+            self.pop()

@@ -7,6 +7,7 @@ waits for the update in flight; it is one attribute test when there is none.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +38,14 @@ class Hook:
         return _ignore
 
 
+@dataclass(eq=False)
+class _Frame:
+    """One call of a window's module."""
+
+    entered: list[tuple[Resident, list[Param], Slot | None]] = field(default_factory=list)
+    pushed: bool = False
+
+
 class Window:
     """The parameters that `module` reads, by unit."""
 
@@ -53,7 +62,7 @@ class Window:
             else:
                 self.moving.append((r, moves))
         self._hooks = hooks
-        self._open: list[tuple[list[tuple[Resident, list[Param], Slot | None]], bool]] = []
+        self._open: list[_Frame] = []
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._handles: list[RemovableHandle] = []
 
@@ -69,18 +78,27 @@ class Window:
             handle.remove()
         self._handles.clear()
 
+    def close(self) -> None:
+        """Remove the hooks and let go of every tensor."""
+        self.remove()
+        self._open.clear()
+        self._views.clear()
+        self.fixed, self.moving = [], []
+
     def _wait(self, *_: Any) -> None:
         for resident in self.fixed:
             if resident.pending:
                 resident.wait()
 
     def _enter(self, *_: Any) -> None:
+        frame = _Frame()
+        self._open.append(frame)  # first: `_leave` runs, and undoes what was done, also when this raises
         self._wait()
-        entered: list[tuple[Resident, list[Param], Slot | None]] = []
         ranges = []
         for resident, params in self.moving:
             resident.wait()
             slot = resident.ring.forward(resident) if resident.ring is not None else None
+            frame.entered.append((resident, params, slot))
             alias = resident.memory.param.device
             assert alias is not None
             # A nested window that closes binds its parameters to the alias again: both places are this unit's.
@@ -90,11 +108,9 @@ class Window:
                     p.param.data = view
                 first = slot.bytes.data_ptr()
                 ranges.append((first, first + alias.numel(), resident))
-            entered.append((resident, params, slot))
-        push = torch.is_grad_enabled()
-        if push:
+        if torch.is_grad_enabled():
             self._hooks.push(ranges)
-        self._open.append((entered, push))
+            frame.pushed = True
 
     def _slot_views(self, resident: Resident, params: list[Param], slot: Slot) -> list[torch.Tensor]:
         key = (id(resident), id(slot))
@@ -105,14 +121,23 @@ class Window:
     def _leave(self, *_: Any) -> None:
         if not self._open:
             return
-        entered, pushed = self._open.pop()
-        if pushed:
+        frame = self._open.pop()
+        if frame.pushed:
             self._hooks.pop()
-        for resident, params, slot in entered:
+        self._let_go(frame)
+
+    def reset(self) -> None:
+        """Close what an interrupted forward pass has left open; its saved-tensor hooks are taken away elsewhere."""
+        while self._open:
+            self._let_go(self._open.pop())
+
+    @staticmethod
+    def _let_go(frame: _Frame) -> None:
+        for resident, params, slot in frame.entered:
             if slot is not None:
                 for p in params:
                     p.param.data = resident.rest[p.index]
                 assert resident.ring is not None
                 resident.ring.release(slot)
-            elif pushed and resident.mode is Mode.DFGB:
+            elif frame.pushed and resident.mode is Mode.DFGB:
                 resident.load_for_backward()

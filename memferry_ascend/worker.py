@@ -36,6 +36,8 @@ class Worker:
         self._running = 0
         self._closing = False
         self.error: BaseException | None = None
+        self.on_failure: Callable[[], None] | None = None
+        """Called once, on the worker, when a job has failed: wakes others who wait for what will not come."""
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -49,7 +51,25 @@ class Worker:
             self._cond.notify_all()
 
     def _work(self) -> None:
-        self._backend.bind_thread()
+        # Whatever ends this thread must be known to those who wait for it, or they wait for ever.
+        try:
+            self._backend.bind_thread()
+            self._run_jobs()
+        except BaseException as e:
+            self._fail(e)
+        finally:
+            if not self._closing and self.error is None:
+                self._fail(RuntimeError("the worker thread ended by itself"))
+
+    def _fail(self, error: BaseException) -> None:
+        with self._cond:
+            if self.error is None:
+                self.error = error
+            self._cond.notify_all()
+        if self.on_failure is not None:
+            self.on_failure()
+
+    def _run_jobs(self) -> None:
         while True:
             with self._cond:
                 self._cond.wait_for(lambda: self._jobs or self._closing)
@@ -61,7 +81,7 @@ class Worker:
                 if self.error is None:
                     job()
             except BaseException as e:
-                self.error = e
+                self._fail(e)
             with self._cond:
                 self._running -= 1
                 self._cond.notify_all()

@@ -203,6 +203,11 @@ class Backend(ABC):
     @abstractmethod
     def reset_peak(self) -> None: ...
 
+    def locked_memory_limit(self) -> int | None:
+        """Bytes of host memory that this process may still register with the device; None where RLIMIT_MEMLOCK does not
+        bind it (memory that is never registered, or registered by a driver that does not ask for the limit)."""
+        return None
+
     # -- queues ----------------------------------------------------------------------------------------------------
     @abstractmethod
     def _new_stream(self, name: str) -> Stream: ...

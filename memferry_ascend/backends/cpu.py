@@ -92,17 +92,18 @@ class CpuStream(Stream):
 
     def _work(self) -> None:
         while True:
-            with self._cond:
-                self._busy = False
-                self._cond.notify_all()
-                self._cond.wait_for(lambda: len(self._queue) > 0)
-                task = self._queue.popleft()
-                self._busy = True
-            if task is None:
-                return
+            # Kept for the thread that waits; later tasks still run their events, whatever hit this thread.
             try:
+                with self._cond:
+                    self._busy = False
+                    self._cond.notify_all()
+                    self._cond.wait_for(lambda: len(self._queue) > 0)
+                    task = self._queue.popleft()
+                    self._busy = True
+                if task is None:
+                    return
                 task()
-            except BaseException as e:  # kept for the thread that waits; later tasks still run their events
+            except BaseException as e:
                 self._error = self._error or e
 
     def _push(self, task: Callable[[], None] | None) -> None:
@@ -141,8 +142,10 @@ class CpuStream(Stream):
     def synchronize(self) -> None:
         with self._cond:
             self._cond.wait_for(lambda: not self._queue and not self._busy)
-        if self._error is not None:
-            raise FerryError(f"stream {self.name!r} failed: {self._error}") from self._error
+        # Raised once: the next engine on this backend starts with a clean stream.
+        error, self._error = self._error, None
+        if error is not None:
+            raise FerryError(f"stream {self.name!r} failed: {error}") from error
 
     def stop(self) -> None:
         self._push(None)
@@ -227,8 +230,14 @@ class CpuBackend(Backend):
         return None
 
     def synchronize(self) -> None:
+        errors = []
         for stream in list(self._streams.values()):
-            stream.synchronize()
+            try:
+                stream.synchronize()
+            except FerryError as e:
+                errors.append(e)
+        if errors:
+            raise errors[0]
 
     def capabilities(self) -> Capabilities:
         return Capabilities(

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from memferry_ascend import files
+from memferry_ascend import files, torchfile
 from memferry_ascend.errors import ConfigError, FerryError
 
 _COMPLETE = re.compile(r"step-(\d+)")
@@ -64,21 +64,45 @@ def save(folder: Path, step: int, state: dict[str, Any], meta: dict[str, Any], *
     `state` holds what `torch.load(weights_only=True)` can read; `meta` is JSON. A step that is there already
     is left as it is: replacing it would leave a moment without it.
     """
+    state_file = begin(folder, step)
+    if state_file is None:
+        return folder / _name(step)
+    try:
+        with files.replacing(state_file) as stream:
+            torch.save(state, stream)
+        return commit(state_file, meta, keep=keep)
+    except (OSError, RuntimeError) as error:  # torch's writer turns some failed writes into RuntimeErrors
+        raise FerryError(
+            f"cannot save {folder / _name(step)}: {error}; the checkpoints before it are untouched"
+        ) from error
+
+
+def begin(folder: Path, step: int) -> Path | None:
+    """Where the state file of checkpoint `step` is to be written before `commit`; None when the step is there already."""
     folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(f"{_TEMPORARY}*"):  # of a process that died
+    for leftover in folder.glob(f"{_TEMPORARY}*"):  # of a process that died, or a save that failed
         shutil.rmtree(leftover)
-    target, temporary = folder / f"step-{step:06d}", folder / f"{_TEMPORARY}step-{step:06d}"
-    if target.exists():
-        return target
+    if (folder / _name(step)).exists():
+        return None
+    temporary = folder / f"{_TEMPORARY}{_name(step)}"
     temporary.mkdir()
-    with files.replacing(temporary / "state.pt") as stream:
-        torch.save(state, stream)
-    files.write_json(temporary / "meta.json", meta | {"step": step})
+    return temporary / "state.pt"
+
+
+def commit(state_file: Path, meta: dict[str, Any], *, keep: int = 2) -> Path:
+    """The state file is complete: makes the checkpoint visible as a whole and deletes old ones, as `save` does."""
+    temporary = state_file.parent
+    folder, target = temporary.parent, temporary.with_name(temporary.name.removeprefix(_TEMPORARY))
+    files.write_json(temporary / "meta.json", meta | {"step": step_of(target)})
     os.rename(temporary, target)
     files.sync_folder(folder)
     for old in complete(folder)[:-keep] if keep else ():
         remove(old)
     return target
+
+
+def _name(step: int) -> str:
+    return f"step-{step:06d}"
 
 
 def set_aside_after(folder: Path, step: int) -> None:
@@ -99,6 +123,7 @@ def load(checkpoint: Path, *, tensors: bool = True) -> tuple[dict[str, Any], dic
         meta = json.loads((checkpoint / "meta.json").read_text())
         state = {}
         if tensors:
+            torchfile.verify(checkpoint / "state.pt")
             state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
     except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memferry_ascend import files
+from memferry_ascend import files, saving
 from memferry_ascend.errors import ConfigError, FerryError
 from memferry_ascend.train import checkpoints, data, engines, metrics, models, plots
 from memferry_ascend.train.options import TrainOptions
@@ -108,6 +109,7 @@ class Run:
         self.entropy = self.corpus.unigram_entropy
         self.folder = out / "checkpoints"
         self.step = checkpoints.step_of(resume) if resume else 0
+        self._saving: saving.Save | None = None
         if self.step >= options.steps:
             raise ConfigError(
                 f"{resume} has done its {options.steps} steps: nothing is left; give a larger --steps"
@@ -188,6 +190,9 @@ class Run:
                 every = self.options.save_every
                 if every != 0 and (last or stopping or (every and self.step % every == 0)):
                     self._save()
+                if self._saving is not None and (last or stopping or self._saving.done()):
+                    self._saving.result()
+                    self._saving = None
                 if stopping and not last:
                     return True
         return False
@@ -245,9 +250,19 @@ class Run:
         )
 
     def _save(self) -> None:
+        """Beside training where the engine can, otherwise now."""
+        meta = {"options": self.options.as_dict()}
+        begin = getattr(self.engine, "save_async", None)
+        if begin is not None and self.world.size == 1:
+            if self._saving is not None:
+                self._saving.result()
+            state_file = checkpoints.begin(self.folder, self.step)
+            if state_file is not None:
+                commit = partial(checkpoints.commit, state_file, meta, keep=self.options.keep)
+                self._saving = begin(state_file, key="engine", extra={"rng": self._rng()}, then=commit)
+            return
         state = {"engine": self.engine.state_dict(), "rng": self._rng()}  # every rank: it may communicate
         if self.world.rank == 0:
-            meta = {"options": self.options.as_dict()}
             checkpoints.save(self.folder, self.step, state, meta, keep=self.options.keep)
 
     def _rng(self) -> dict[str, torch.Tensor]:
