@@ -159,7 +159,7 @@ class Save:
                     return entries, 0
                 waiting = next(iter(self._left))
             # Native jobs tell nobody when they are done. What is in flight needs nothing of ours to get done.
-            jobs.wait_update(waiting)
+            jobs.wait_ticket(waiting, jobs.ticket(waiting))
 
     # -- the writer thread ---------------------------------------------------------------------------------------------
     def _write(self) -> None:

@@ -46,7 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def run_child(items: list[pytest.Item], settings: dict[str, object]) -> tuple[dict[str, list[dict[str, Any]]], str]:
+def run_child(
+    items: list[pytest.Item], settings: dict[str, object]
+) -> tuple[dict[str, list[dict[str, Any]]], str]:
     """Run the items in one emulated process; their serialised reports by node id, and what the process printed."""
     config = items[0].config
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +67,9 @@ def run_child(items: list[pytest.Item], settings: dict[str, object]) -> tuple[di
                 data = json.loads(line)
                 found.setdefault(data["nodeid"], []).append(data)
         lines = said.read_text().splitlines() if said.exists() else []
-        output = "\n".join([*lines[-20:], f"exit status {child.returncode}\n{child.stdout[-3000:]}\n{child.stderr[-3000:]}"])
+        output = "\n".join(
+            [*lines[-20:], f"exit status {child.returncode}\n{child.stdout[-3000:]}\n{child.stderr[-3000:]}"]
+        )
     return found, output
 
 
@@ -82,7 +86,13 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         reports, output = run_child(together, settings)
         found.update(reports)
         # A test without a complete set of reports took the process down, or never ran because of that.
-        broken.update({o.nodeid: output for o in together if len(reports.get(o.nodeid, ())) < 3 and not skipped(reports, o)})
+        broken.update(
+            {
+                o.nodeid: output
+                for o in together
+                if len(reports.get(o.nodeid, ())) < 3 and not skipped(reports, o)
+            }
+        )
     hook = item.ihook
     hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for data in found.get(item.nodeid, ()):
@@ -90,7 +100,12 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         hook.pytest_runtest_logreport(report=report)
     if item.nodeid in broken:
         report = pytest.TestReport(
-            item.nodeid, item.location, {}, "failed", f"the emulated process ended early\n{broken[item.nodeid]}", "call"
+            item.nodeid,
+            item.location,
+            {},
+            "failed",
+            f"the emulated process ended early\n{broken[item.nodeid]}",
+            "call",
         )
         hook.pytest_runtest_logreport(report=report)
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)

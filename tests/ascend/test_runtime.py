@@ -18,7 +18,9 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def child(body: Callable[[], None], check: bool = True, **settings: object) -> subprocess.CompletedProcess[str]:
+def child(
+    body: Callable[[], None], check: bool = True, **settings: object
+) -> subprocess.CompletedProcess[str]:
     """Run the source of a function's body in an emulated process."""
     lines = inspect.getsource(body).splitlines()
     start = next(i for i, line in enumerate(lines) if line.rstrip().endswith("-> None:"))
@@ -504,9 +506,16 @@ def test_batched_copies_go_one_way() -> None:
         )
         failed = c_size_t()
         error = acl.aclrtMemcpyBatchAsync(
-            (c_void_p * count)(*to), (c_size_t * count)(*[4096] * count), (c_void_p * count)(*source),
-            (c_size_t * count)(*[4096] * count), c_size_t(count), attributes, (c_size_t * count)(*range(count)),
-            c_size_t(count), byref(failed), c_void_p(stream),
+            (c_void_p * count)(*to),
+            (c_size_t * count)(*[4096] * count),
+            (c_void_p * count)(*source),
+            (c_size_t * count)(*[4096] * count),
+            c_size_t(count),
+            attributes,
+            (c_size_t * count)(*range(count)),
+            c_size_t(count),
+            byref(failed),
+            c_void_p(stream),
         )
         return error, failed.value
 

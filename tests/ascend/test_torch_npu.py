@@ -34,9 +34,17 @@ def mapped(numel: int) -> tuple[Tensor, Tensor]:
     assert runtime().aclrtMallocHost(ctypes.byref(address), ctypes.c_size_t(room)) == 0
     page = (address.value + 4095) // 4096 * 4096
     size = (numel * 4 + 4095) // 4096 * 4096
-    assert runtime().aclrtHostRegisterV2(ctypes.c_void_p(page), ctypes.c_uint64(size), ctypes.c_uint32(0x10000002)) == 0
     assert (
-        runtime().aclrtHostGetDevicePointer(ctypes.c_void_p(page), ctypes.byref(device_address), ctypes.c_uint32(0)) == 0
+        runtime().aclrtHostRegisterV2(
+            ctypes.c_void_p(page), ctypes.c_uint64(size), ctypes.c_uint32(0x10000002)
+        )
+        == 0
+    )
+    assert (
+        runtime().aclrtHostGetDevicePointer(
+            ctypes.c_void_p(page), ctypes.byref(device_address), ctypes.c_uint32(0)
+        )
+        == 0
     )
     host = torch.frombuffer((ctypes.c_float * numel).from_address(page), dtype=torch.float32)
     place = torch.device("npu", torch.npu.current_device())
@@ -146,7 +154,8 @@ def test_mapped_host_memory_is_a_kernel_operand() -> None:
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
     assert torch.equal((x.npu() @ weight).cpu(), x @ host.view(64, 64))
     assert torch.equal(
-        torch.nn.functional.embedding(torch.tensor([3, 1], device="npu"), weight).cpu(), host.view(64, 64)[[3, 1]]
+        torch.nn.functional.embedding(torch.tensor([3, 1], device="npu"), weight).cpu(),
+        host.view(64, 64)[[3, 1]],
     )
 
 

@@ -91,7 +91,9 @@ def test_optimizer_updates_as_on_cpu(name: str) -> None:
 def test_fused_adamw_is_adamw() -> None:
     """torch_npu passes the hyperparameters of the fused operator in float32: equal up to their rounding."""
     cpu, cpu_parameters = train(GPT, OPTIMIZERS["adamw"], "cpu", torch.float32)
-    fused, parameters = train(GPT, lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True), "npu:0", torch.float32)
+    fused, parameters = train(
+        GPT, lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True), "npu:0", torch.float32
+    )
     assert fused == pytest.approx(cpu, rel=1e-4)
     for mine, theirs in zip(parameters, cpu_parameters, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=2e-3)  # of up to 3e-2 that three steps move
