@@ -172,7 +172,9 @@ def device_bytes(address: int, size: int) -> bytes:
 
 def export_key(address: int, size: int, flags: int = 0) -> tuple[int, bytes]:
     key = ctypes.create_string_buffer(65)
-    return acl.aclrtIpcMemGetExportKey(c_void_p(address), c_size_t(size), key, c_size_t(65), c_uint64(flags)), key.value
+    return acl.aclrtIpcMemGetExportKey(
+        c_void_p(address), c_size_t(size), key, c_size_t(65), c_uint64(flags)
+    ), key.value
 
 
 def import_key(key: bytes, flags: int = 0) -> tuple[int, int | None]:

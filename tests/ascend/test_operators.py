@@ -1,4 +1,4 @@
-"""Every emulated operator gives the CPU's numbers, bit for bit, through torch's ordinary functions on an emulated NPU."""
+"""Every emulated operator gives the CPU's numbers, bit for bit, through torch's ordinary functions."""
 
 from __future__ import annotations
 
@@ -78,7 +78,12 @@ FLOATS: dict[str, Function] = {
     "amax": lambda a, b: [a.amax(1), a.amin((0, 1))],
     "max": lambda a, b: [a.max(), a.min(), *a.max(1), *a.min(1)],
     "argmax": lambda a, b: [a.argmax(), a.argmax(1), a.argmin(2)],
-    "norm": lambda a, b: [a.norm(), a.norm(dim=1), torch.linalg.vector_norm(a), torch.linalg.vector_norm(a, 1, dim=0)],
+    "norm": lambda a, b: [
+        a.norm(),
+        a.norm(dim=1),
+        torch.linalg.vector_norm(a),
+        torch.linalg.vector_norm(a, 1, dim=0),
+    ],
     "any all": lambda a, b: [(a > 0).any(), (a > 0).all(), (a > 0).any(1), (a > 0).all(1)],
     "var": lambda a, b: [a.var(1), a.std(1), *torch.var_mean(a, 2)],
     "cumsum": lambda a, b: a.cumsum(1),
@@ -87,19 +92,30 @@ FLOATS: dict[str, Function] = {
     "matmul": lambda a, b: [a @ b.transpose(1, 2), a[0] @ b[0].t(), a @ b[0].t(), a[0] @ b[0, 0]],
     "addmm": lambda a, b: torch.addmm(a[0, :, :6], a[0], b[0].t(), beta=0.5, alpha=2.0),
     "baddbmm": lambda a, b: torch.baddbmm(a[:, :, :6], a, b.transpose(1, 2)),
-    "linear": lambda a, b: [F.linear(a, b[0]), F.linear(a, b[0], b[0, :, 0]), F.linear(a[0], b[0], b[0, :, 0])],
+    "linear": lambda a, b: [
+        F.linear(a, b[0]),
+        F.linear(a, b[0], b[0, :, 0]),
+        F.linear(a[0], b[0], b[0, :, 0]),
+    ],
     "cat": lambda a, b: torch.cat([a, b], 1),
     "stack": lambda a, b: torch.stack([a, b], 1),
     "split": lambda a, b: [*a.split(3, 1), *a.chunk(2, 2)],
     "repeat": lambda a, b: a.repeat(2, 1, 1),
     "flip": lambda a, b: a.flip(1),
     "pad": lambda a, b: F.pad(a, (1, 2), value=0.5),
-    "transposed copy": lambda a, b: [a.transpose(0, 2).contiguous(), a[:, ::2].clone(), a.expand(2, 4, 6, 8).clone()],
+    "transposed copy": lambda a, b: [
+        a.transpose(0, 2).contiguous(),
+        a[:, ::2].clone(),
+        a.expand(2, 4, 6, 8).clone(),
+    ],
     "copy into a part": lambda a, b: b.clone().index_fill_(0, torch.tensor([1], device=a.device), 0.0),
     "narrow copy": lambda a, b: (lambda t: (t[:, 1:3].copy_(a[:, 2:4]), t)[1])(b.clone()),
     "tril triu": lambda a, b: [a.tril(), a.triu(1)],
     "gather": lambda a, b: a.gather(1, b.argsort(1)),
-    "index": lambda a, b: [a[torch.tensor([2, 0], device=a.device)], a[:, torch.tensor([2, 0], device=a.device)]],
+    "index": lambda a, b: [
+        a[torch.tensor([2, 0], device=a.device)],
+        a[:, torch.tensor([2, 0], device=a.device)],
+    ],
     "index select": lambda a, b: a.index_select(1, torch.tensor([3], device=a.device)),
     "index put": lambda a, b: a.clone().index_put_((torch.tensor([2, 0], device=a.device),), b[:2]),
     "index add": lambda a, b: a.index_add(0, torch.tensor([1, 1], device=a.device), b[:2]),
@@ -111,6 +127,59 @@ FLOATS: dict[str, Function] = {
     "layer norm": lambda a, b: F.layer_norm(a, (8,), b[0, 0], b[0, 1]),
     "conv1d": lambda a, b: F.conv1d(a, b[:, :, :3], padding=1),
     "nonzero": lambda a, b: [a.gt(0).nonzero(), a.masked_select(b > 0), a[b > 0]],
+    "roll": lambda a, b: a.roll(1, 0),
+    "take along": lambda a, b: a.take_along_dim(b.argsort(1), 1),
+    "scatter": lambda a, b: [a.scatter(1, b.argsort(1), b), a.scatter(1, b.argsort(1), 0.5)],
+    "close": lambda a, b: [torch.isclose(a, b), torch.allclose(a, a), torch.allclose(a, b)],
+    "product": lambda a, b: [a.prod(), a.prod(1)],
+    "log sum exp": lambda a, b: a.logsumexp(1),
+    "count": lambda a, b: (a > 0).count_nonzero(),
+    "linspace": lambda a, b: torch.linspace(0, 1, 7, device=a.device),
+    "certain choice": lambda a, b: torch.multinomial(torch.tensor([0.0, 1.0, 0.0], device=a.device), 1),
+    "more activations": lambda a, b: [F.softplus(a), F.leaky_relu(a)],
+    "einsum": lambda a, b: [
+        torch.einsum("bij,bkj->bik", a, b),
+        torch.outer(a[0, 0], b[0, 0]),
+        a[0, 0].dot(b[0, 0]),
+    ],
+    "rms norm": lambda a, b: F.rms_norm(a, (8,), b[0, 0]),
+    "losses": lambda a, b: [
+        F.l1_loss(a, b),
+        F.smooth_l1_loss(a, b),
+        F.binary_cross_entropy_with_logits(a, b.sigmoid()),
+    ],
+    "foreach": lambda a, b: [
+        torch._foreach_neg([a, b]),
+        torch._foreach_abs([a, b]),
+        torch._foreach_exp([a, b]),
+        torch._foreach_reciprocal([a, b]),
+        torch._foreach_sqrt([a.abs(), b.abs()]),
+        torch._foreach_norm([a, b]),
+        torch._foreach_add([a], [b], alpha=0.5),
+        torch._foreach_add([a, b], 0.5),
+        torch._foreach_add([a, b], [1.0, 2.0]),
+        torch._foreach_sub([a], [b]),
+        torch._foreach_sub([a, b], 1.0),
+        torch._foreach_mul([a], [b]),
+        torch._foreach_mul([a, b], 3.0),
+        torch._foreach_mul([a, b], [1.0, 2.0]),
+        torch._foreach_div([a], [b]),
+        torch._foreach_div([a, b], 3.0),
+        torch._foreach_pow([a], 2.0),
+        torch._foreach_maximum([a], [b]),
+        torch._foreach_minimum([a], 0.5),
+        torch._foreach_lerp([a], [b], 0.3),
+        torch._foreach_addcmul([a], [a], [b], value=2.0),
+        torch._foreach_addcdiv([a], [a], [b], [2.0]),
+    ],
+    "foreach in place": lambda a, b: (
+        lambda t: (
+            torch._foreach_zero_(t[:1]),
+            torch._foreach_copy_(t[1:], [a]),
+            torch._foreach_mul_(t, 2.0),
+            t,
+        )[3]
+    )([a.clone(), b.clone()]),
     "numpy": lambda a, b: a.tolist(),
     "item": lambda a, b: [a[1, 2, 3].item(), a.sum().item()],
 }
@@ -155,15 +224,24 @@ GRADIENTS: dict[str, Function] = {
     "cat": lambda a, b: torch.cat([a, b.transpose(0, 1)[:4, :, :][:, :4].repeat(1, 2, 1)[:, :6]], 1),
     "split": lambda a, b: a.split(2, 2)[1] * b.split(2, 2)[0],
     "cross entropy": lambda a, b: F.cross_entropy(a.flatten(0, 1), b.argmax(2).flatten()),
-    "cross entropy ignoring": lambda a, b: F.cross_entropy(a.flatten(0, 1), b.argmax(2).flatten(), ignore_index=3),
-    "smooth cross entropy": lambda a, b: F.cross_entropy(a.flatten(0, 1), b.argmax(2).flatten(), label_smoothing=0.1),
+    "cross entropy ignoring": lambda a, b: F.cross_entropy(
+        a.flatten(0, 1), b.argmax(2).flatten(), ignore_index=3
+    ),
+    "smooth cross entropy": lambda a, b: F.cross_entropy(
+        a.flatten(0, 1), b.argmax(2).flatten(), label_smoothing=0.1
+    ),
     "mse": lambda a, b: F.mse_loss(a, b),
-    "attention": lambda a, b: F.scaled_dot_product_attention(a.view(1, 4, 6, 8), b.view(1, 4, 6, 8), b.view(1, 4, 6, 8)),
+    "attention": lambda a, b: F.scaled_dot_product_attention(
+        a.view(1, 4, 6, 8), b.view(1, 4, 6, 8), b.view(1, 4, 6, 8)
+    ),
     "causal attention": lambda a, b: F.scaled_dot_product_attention(
         a.view(1, 4, 6, 8), b.view(1, 4, 6, 8), b.view(1, 4, 6, 8), is_causal=True
     ),
     "masked attention": lambda a, b: F.scaled_dot_product_attention(
-        a.view(2, 2, 6, 8), b.view(2, 2, 6, 8), b.view(2, 2, 6, 8), attn_mask=torch.ones(6, 6, device=a.device).tril().bool()
+        a.view(2, 2, 6, 8),
+        b.view(2, 2, 6, 8),
+        b.view(2, 2, 6, 8),
+        attn_mask=torch.ones(6, 6, device=a.device).tril().bool(),
     ),
     "dropout of nothing": lambda a, b: F.dropout(a, 0.0) * b,
     "conv1d": lambda a, b: F.conv1d(a, b[:, :, :3], padding=1),
@@ -184,7 +262,11 @@ def flat(value: object) -> list[object]:
 def same(mine: object, cpu: object) -> bool:
     """Equal bits, types and shapes; NaN equals NaN."""
     if isinstance(mine, Tensor) and isinstance(cpu, Tensor):
-        return mine.dtype == cpu.dtype and mine.shape == cpu.shape and torch.allclose(mine, cpu, 0, 0, equal_nan=True)
+        return (
+            mine.dtype == cpu.dtype
+            and mine.shape == cpu.shape
+            and torch.allclose(mine, cpu, 0, 0, equal_nan=True)
+        )
     return type(mine) is type(cpu) and mine == cpu
 
 

@@ -1,4 +1,4 @@
-"""torch_npu's own features on eight emulated NPUs: devices, memory, streams, events, and tensors over host memory."""
+"""torch_npu's own features on eight emulated NPUs: devices, memory, streams, events, mapped host memory."""
 
 from __future__ import annotations
 
@@ -34,9 +34,17 @@ def mapped(numel: int) -> tuple[Tensor, Tensor]:
     assert runtime().aclrtMallocHost(ctypes.byref(address), ctypes.c_size_t(room)) == 0
     page = (address.value + 4095) // 4096 * 4096
     size = (numel * 4 + 4095) // 4096 * 4096
-    assert runtime().aclrtHostRegisterV2(ctypes.c_void_p(page), ctypes.c_uint64(size), ctypes.c_uint32(0x10000002)) == 0
     assert (
-        runtime().aclrtHostGetDevicePointer(ctypes.c_void_p(page), ctypes.byref(device_address), ctypes.c_uint32(0)) == 0
+        runtime().aclrtHostRegisterV2(
+            ctypes.c_void_p(page), ctypes.c_uint64(size), ctypes.c_uint32(0x10000002)
+        )
+        == 0
+    )
+    assert (
+        runtime().aclrtHostGetDevicePointer(
+            ctypes.c_void_p(page), ctypes.byref(device_address), ctypes.c_uint32(0)
+        )
+        == 0
     )
     host = torch.frombuffer((ctypes.c_float * numel).from_address(page), dtype=torch.float32)
     place = torch.device("npu", torch.npu.current_device())
@@ -74,9 +82,13 @@ def test_memory_statistics() -> None:
 
 def test_running_out_of_memory_raises_and_recovers() -> None:
     blocks = []
-    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+
+    def fill_up() -> None:
         while len(blocks) < 16:
             blocks.append(torch.empty(32 * MIB, dtype=torch.uint8, device="npu:3"))
+
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        fill_up()
     assert len(blocks) >= 6  # 256 MiB less what the allocator rounds up
     blocks.clear()
     assert torch.ones(4, device="npu:3").sum().item() == 4
@@ -146,7 +158,8 @@ def test_mapped_host_memory_is_a_kernel_operand() -> None:
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
     assert torch.equal((x.npu() @ weight).cpu(), x @ host.view(64, 64))
     assert torch.equal(
-        torch.nn.functional.embedding(torch.tensor([3, 1], device="npu"), weight).cpu(), host.view(64, 64)[[3, 1]]
+        torch.nn.functional.embedding(torch.tensor([3, 1], device="npu"), weight).cpu(),
+        host.view(64, 64)[[3, 1]],
     )
 
 

@@ -2,9 +2,10 @@
 
     python tests/emulator/build.py [--wheel]
 
-Compiles runtime/ into libascendcl.so, operators/ into libopapi.so, and the empty libraries that torch_npu names at load.
-Nothing is done when no source, compiler or torch changed. `--wheel` first installs torch_npu (without its dependencies,
-and away from the main environment: torch would load it on import and fail where CANN is missing).
+Compiles runtime/ into libascendcl.so, operators/ into libopapi.so, and the empty libraries that torch_npu
+names at load. Nothing is done when no source, compiler or torch changed. `--wheel` first installs torch_npu
+(without its dependencies, and away from the main environment: torch would load it on import and fail where
+CANN is missing).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -59,7 +61,9 @@ def install_wheel() -> None:
 
 def machinery() -> str:
     """What is given here: changes with the compiler, torch and torch_npu."""
-    versions = [path.read_text() for path in (torch_folder() / "version.py", SITE / "torch_npu" / "version.py")]
+    versions = [
+        path.read_text() for path in (torch_folder() / "version.py", SITE / "torch_npu" / "version.py")
+    ]
     return "\n".join([run(["g++", "--version"]), str(torch_folder()), *versions])
 
 
@@ -90,7 +94,9 @@ def missing_calls(provided: set[str]) -> list[str]:
     package = SITE / "torch_npu"
     users = [package / name for name in USERS] + list(package.glob("_C*.so"))
     wanted = set().union(*(symbols(user, "--undefined-only") for user in users))
-    cann = {name for name in wanted if name.startswith(("acl", "Msprof", "Hccl")) or name[:3] in {"rtG", "rtK"}}
+    cann = {
+        name for name in wanted if name.startswith(("acl", "Msprof", "Hccl")) or name[:3] in {"rtG", "rtK"}
+    }
     cann |= wanted & {"rtDevBinaryRegister", "rtFunctionRegister"}
     return sorted(cann - provided)
 
@@ -171,9 +177,29 @@ def build(jobs: int, machine: str) -> None:
     run([*link, "-Wl,-soname,libascendcl.so", "-o", str(acl_library), *runtime, str(folder / "stubs.o")])
     here = ["-L", str(folder), "-lascendcl", "-Wl,-rpath,$ORIGIN"]
     for name in ALIASES:
-        run(["gcc", "-shared", f"-Wl,-soname,{name}.so", "-Wl,--no-as-needed", "-o", str(folder / f"{name}.so"), *here])
+        run(
+            [
+                "gcc",
+                "-shared",
+                f"-Wl,-soname,{name}.so",
+                "-Wl,--no-as-needed",
+                "-o",
+                str(folder / f"{name}.so"),
+                *here,
+            ]
+        )
     torch_libraries = ["-L", str(torch / "lib"), "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch / 'lib'}"]
-    run([*link, "-Wl,-soname,libopapi.so", "-o", str(folder / "libopapi.so"), *operators, *here, *torch_libraries])
+    run(
+        [
+            *link,
+            "-Wl,-soname,libopapi.so",
+            "-o",
+            str(folder / "libopapi.so"),
+            *operators,
+            *here,
+            *torch_libraries,
+        ]
+    )
     (folder / "stubs.o").unlink()
     for part in TOOLKIT:
         (folder / part).mkdir()
@@ -183,9 +209,14 @@ def build(jobs: int, machine: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--wheel", action="store_true", help=f"install {WHEEL} into build/ascend-site when missing")
+    parser.add_argument(
+        "--wheel", action="store_true", help=f"install {WHEEL} into build/ascend-site when missing"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time")
     options = parser.parse_args()
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        print("no emulated NPUs here: torch_npu's wheel is for Linux x86_64; tests/ascend will be skipped")
+        return
     (ROOT / "build").mkdir(exist_ok=True)
     if options.wheel:
         install_wheel()
