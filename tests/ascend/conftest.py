@@ -1,11 +1,13 @@
 """Tests that need torch_npu run on emulated NPUs, in a process of their own.
 
-torch_npu changes torch for its whole process, and the emulator reads its settings once. So a module here that says
+torch_npu changes torch for its whole process, and the emulator reads its settings once. So a module here that
+says
 
     EMULATED = {"devices": 2}
 
-is collected as usual, but its tests run in one child process with these settings (shared by all modules that ask for the
-same), and their reports are shown as if they had run here. A module without EMULATED runs here.
+is collected as usual, but its tests run in one child process with these settings (shared by all modules
+that ask for the same), and their reports are shown as if they had run here. A module without EMULATED runs
+here.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import emulator  # noqa: E402  (tests/ is put on the path above)
+import emulator
 
 REPORTS = "MEMFERRY_EMULATED_REPORTS"  # set in the child: where its reports go
 TIMEOUT = 600.0  # seconds for one child
-results = pytest.StashKey[dict[str, list[dict[str, Any]]]]()
+Reports = dict[str, list[dict[str, Any]]]  # by node id, as pytest serialises them
+results = pytest.StashKey[Reports]()
 failures = pytest.StashKey[dict[str, str]]()
 
 
@@ -46,10 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def run_child(
-    items: list[pytest.Item], settings: dict[str, object]
-) -> tuple[dict[str, list[dict[str, Any]]], str]:
-    """Run the items in one emulated process; their serialised reports by node id, and what the process printed."""
+def run_child(items: list[pytest.Item], settings: dict[str, object]) -> tuple[Reports, str]:
+    """Run the items in one emulated process; their reports by node id, and what the process printed."""
     config = items[0].config
     with tempfile.TemporaryDirectory() as folder:
         reports, chosen, said = (Path(folder, name) for name in ("reports", "chosen", "said"))
@@ -58,19 +58,20 @@ def run_child(
         environ = emulator.environment(**settings, report=said)  # type: ignore[arg-type]
         environ[REPORTS] = str(reports)
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", f"@{chosen}"]
-        child = subprocess.run(
-            command, cwd=config.rootpath, env=environ, capture_output=True, text=True, timeout=TIMEOUT
-        )
-        found: dict[str, list[dict[str, Any]]] = {}
+        try:
+            child = subprocess.run(
+                command, cwd=config.rootpath, env=environ, capture_output=True, text=True, timeout=TIMEOUT
+            )
+            printed = f"exit status {child.returncode}\n{child.stdout[-3000:]}\n{child.stderr[-3000:]}"
+        except subprocess.TimeoutExpired:
+            printed = f"stopped after {TIMEOUT:.0f} s"
+        found: Reports = {}
         if reports.exists():
             for line in reports.read_text().splitlines():
                 data = json.loads(line)
                 found.setdefault(data["nodeid"], []).append(data)
         lines = said.read_text().splitlines() if said.exists() else []
-        output = "\n".join(
-            [*lines[-20:], f"exit status {child.returncode}\n{child.stdout[-3000:]}\n{child.stderr[-3000:]}"]
-        )
-    return found, output
+    return found, "\n".join([*lines[-20:], printed])
 
 
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
@@ -112,7 +113,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return True
 
 
-def skipped(reports: dict[str, list[dict[str, Any]]], item: pytest.Item) -> bool:
+def skipped(reports: Reports, item: pytest.Item) -> bool:
     """A skipped or failed set-up has two reports, not three."""
     return any(r["outcome"] != "passed" and r["when"] == "setup" for r in reports.get(item.nodeid, ()))
 
@@ -127,8 +128,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def npu() -> Iterator[None]:
+def npu() -> None:
     """torch_npu, in the child only."""
     if REPORTS in os.environ:
         import torch_npu  # noqa: F401
-    yield

@@ -1,4 +1,4 @@
-"""Small models for tests: a pre-LN GPT with a tied head and a post-LN BERT. One training step costs milliseconds."""
+"""Small models for tests: a pre-LN GPT with a tied head and a post-LN BERT. A step costs milliseconds."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class GPT(nn.Module):
 
 
 class BERT(nn.Module):
-    """Masked-token loss; nn.TransformerEncoderLayer with nn.MultiheadAttention and a padding mask; ignored labels."""
+    """Masked-token and pair loss; nn.TransformerEncoderLayer with a padding mask; ignored labels."""
 
     def __init__(self, layers: int = 2, dropout: float = 0.0) -> None:
         super().__init__()

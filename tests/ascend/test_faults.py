@@ -16,15 +16,18 @@ torch.npu.current_stream()
 def mapped(numel, device=0):
     "CPU and NPU tensors over the same mapped host memory, and its address."
     address, there = ctypes.c_void_p(), ctypes.c_void_p()
+    torch.npu.set_device(device)
     torch.zeros(1, device=f"npu:{device}")
     assert acl.aclrtMallocHost(ctypes.byref(address), ctypes.c_size_t(numel * 4 + 8192)) == 0
     page = (address.value + 4095) // 4096 * 4096
-    assert acl.aclrtHostRegisterV2(ctypes.c_void_p(page), ctypes.c_uint64(numel * 4), ctypes.c_uint32(0x10000002)) == 0
-    assert acl.aclrtHostGetDevicePointer(ctypes.c_void_p(page), ctypes.byref(there), ctypes.c_uint32(0)) == 0
+    place, size, flags = ctypes.c_void_p(page), ctypes.c_uint64(numel * 4), ctypes.c_uint32(0x10000002)
+    assert acl.aclrtHostRegisterV2(place, size, flags) == 0
+    assert acl.aclrtHostGetDevicePointer(place, ctypes.byref(there), ctypes.c_uint32(0)) == 0
     host = torch.frombuffer((ctypes.c_float * numel).from_address(page), dtype=torch.float32)
     return host, over(there.value, numel, device), page
 def over(address, numel, device=0):
-    storage = torch_npu._C._construct_storage_from_data_pointer(address, torch.device("npu", device), numel * 4)
+    place = torch.device("npu", device)
+    storage = torch_npu._C._construct_storage_from_data_pointer(address, place, numel * 4)
     return torch.empty(0, device=f"npu:{device}").set_(storage, 0, (numel,), (1,))
 """
 
@@ -92,32 +95,51 @@ def test_stale_reads() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("operand", "found"),
-    [
-        ("over(page, 1024)", "nothing mapped"),  # the host pointer in place of the device pointer
-        ("over(torch.zeros(1024).data_ptr(), 1024)", "nothing mapped"),
-        ("mapped(1024, device=1)[1].data_ptr() and over(last, 1024)", "mapped on device 1, not on 0"),
-    ],
-    ids=["host pointer", "pageable memory", "mapped elsewhere"],
-)
-def test_an_operand_out_of_reach_is_an_error(operand: str, found: str) -> None:
+def test_operands_out_of_reach_are_errors() -> None:
+    """A host pointer in place of the device pointer, pageable memory, and memory mapped on another device."""
     done = script(
-        f"""
+        """
         host, alias, page = mapped(1024)
-        torch.npu.set_device(1)
-        last = mapped(1024, device=1)[1].data_ptr()
+        elsewhere = mapped(1024, device=1)[1].data_ptr()
+        pageable = torch.zeros(1024)
         torch.npu.set_device(0)
-        operand = {operand}
-        try:
-            (operand * operand).cpu()
-        except RuntimeError as error:
-            assert "507035" in str(error), error
-        else:
-            raise AssertionError("expected an error")
+        for address in (page, pageable.data_ptr(), elsewhere):
+            stream = torch.npu.Stream()  # the error stays on its stream
+            with torch.npu.stream(stream):
+                operand = over(address, 1024)
+                result = operand * operand
+            try:
+                stream.synchronize()
+            except RuntimeError as error:
+                assert "507035" in str(error), error
+            else:
+                raise AssertionError("expected an error")
         """,
     )
-    assert found in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("[emulator] aclnnMul")]
+    assert len(lines) == 3
+    assert "nothing mapped" in lines[0]
+    assert "nothing mapped" in lines[1]
+    assert "mapped on device 1, not on 0" in lines[2]
+
+
+def test_pinned_tensors_as_operands() -> None:
+    """With `pinned_mem_register:True` a pinned tensor's address is a device address; so is swapped memory."""
+    script(
+        """
+        pinned = torch.full((1024,), 2.0).pin_memory()
+        alias = over(pinned.data_ptr(), 1024)
+        assert (alias * alias).eq(4).all().item()
+        alias.fill_(3.0)
+        torch.npu.synchronize()
+        assert pinned.eq(3).all()
+        assert alias.cpu().eq(3).all()  # one address for both sides may be copied from
+        swapped = torch_npu.empty_with_swapped_memory([16], device=torch.device("npu:0"))
+        swapped.fill_(1.0)
+        assert (swapped * 2).sum().item() == 32
+        """,
+        environ={"PYTORCH_NPU_ALLOC_CONF": "pinned_mem_register:True"},
+    )
 
 
 def test_a_failing_copy_reaches_the_program() -> None:
@@ -134,4 +156,5 @@ def test_a_failing_copy_reaches_the_program() -> None:
             raise AssertionError("expected an error")
         """,
         fail="aclrtMemcpyAsync:3+:507899",
+        environ={"TASK_QUEUE_ENABLE": "0"},  # the call itself fails, not a queue behind it
     )

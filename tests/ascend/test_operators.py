@@ -1,4 +1,4 @@
-"""Every emulated operator gives the CPU's numbers, bit for bit, through torch's ordinary functions on an emulated NPU."""
+"""Every emulated operator gives the CPU's numbers, bit for bit, through torch's ordinary functions."""
 
 from __future__ import annotations
 
@@ -127,6 +127,59 @@ FLOATS: dict[str, Function] = {
     "layer norm": lambda a, b: F.layer_norm(a, (8,), b[0, 0], b[0, 1]),
     "conv1d": lambda a, b: F.conv1d(a, b[:, :, :3], padding=1),
     "nonzero": lambda a, b: [a.gt(0).nonzero(), a.masked_select(b > 0), a[b > 0]],
+    "roll": lambda a, b: a.roll(1, 0),
+    "take along": lambda a, b: a.take_along_dim(b.argsort(1), 1),
+    "scatter": lambda a, b: [a.scatter(1, b.argsort(1), b), a.scatter(1, b.argsort(1), 0.5)],
+    "close": lambda a, b: [torch.isclose(a, b), torch.allclose(a, a), torch.allclose(a, b)],
+    "product": lambda a, b: [a.prod(), a.prod(1)],
+    "log sum exp": lambda a, b: a.logsumexp(1),
+    "count": lambda a, b: (a > 0).count_nonzero(),
+    "linspace": lambda a, b: torch.linspace(0, 1, 7, device=a.device),
+    "certain choice": lambda a, b: torch.multinomial(torch.tensor([0.0, 1.0, 0.0], device=a.device), 1),
+    "more activations": lambda a, b: [F.softplus(a), F.leaky_relu(a)],
+    "einsum": lambda a, b: [
+        torch.einsum("bij,bkj->bik", a, b),
+        torch.outer(a[0, 0], b[0, 0]),
+        a[0, 0].dot(b[0, 0]),
+    ],
+    "rms norm": lambda a, b: F.rms_norm(a, (8,), b[0, 0]),
+    "losses": lambda a, b: [
+        F.l1_loss(a, b),
+        F.smooth_l1_loss(a, b),
+        F.binary_cross_entropy_with_logits(a, b.sigmoid()),
+    ],
+    "foreach": lambda a, b: [
+        torch._foreach_neg([a, b]),
+        torch._foreach_abs([a, b]),
+        torch._foreach_exp([a, b]),
+        torch._foreach_reciprocal([a, b]),
+        torch._foreach_sqrt([a.abs(), b.abs()]),
+        torch._foreach_norm([a, b]),
+        torch._foreach_add([a], [b], alpha=0.5),
+        torch._foreach_add([a, b], 0.5),
+        torch._foreach_add([a, b], [1.0, 2.0]),
+        torch._foreach_sub([a], [b]),
+        torch._foreach_sub([a, b], 1.0),
+        torch._foreach_mul([a], [b]),
+        torch._foreach_mul([a, b], 3.0),
+        torch._foreach_mul([a, b], [1.0, 2.0]),
+        torch._foreach_div([a], [b]),
+        torch._foreach_div([a, b], 3.0),
+        torch._foreach_pow([a], 2.0),
+        torch._foreach_maximum([a], [b]),
+        torch._foreach_minimum([a], 0.5),
+        torch._foreach_lerp([a], [b], 0.3),
+        torch._foreach_addcmul([a], [a], [b], value=2.0),
+        torch._foreach_addcdiv([a], [a], [b], [2.0]),
+    ],
+    "foreach in place": lambda a, b: (
+        lambda t: (
+            torch._foreach_zero_(t[:1]),
+            torch._foreach_copy_(t[1:], [a]),
+            torch._foreach_mul_(t, 2.0),
+            t,
+        )[3]
+    )([a.clone(), b.clone()]),
     "numpy": lambda a, b: a.tolist(),
     "item": lambda a, b: [a[1, 2, 3].item(), a.sum().item()],
 }

@@ -3,10 +3,11 @@
     from emulator import environment, run
     run(["-c", "import torch, torch_npu; ..."], devices=8, hbm=1 << 30)
 
-`make emulator` installs the unmodified torch_npu wheel into build/ascend-site and builds the emulated CANN libraries into
-build/emulator. A program gets both through its environment: the dynamic linker finds the libraries under the names that
-the wheel asks for, so `import torch, torch_npu` works as it does on an NPU host. The main environment stays free of
-torch_npu. docs/ascend.md says what the emulator enforces and what it does not emulate.
+`make emulator` installs the unmodified torch_npu wheel into build/ascend-site and builds the emulated CANN
+libraries into build/emulator. A program gets both through its environment: the dynamic linker finds the
+libraries under the names that the wheel asks for, so `import torch, torch_npu` works as it does on an NPU
+host. The main environment stays free of torch_npu. docs/ascend.md says what the emulator enforces and what
+it does not emulate.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,11 +30,14 @@ def why_not() -> str | None:
     return None if found == "Linux x86_64" else f"torch_npu's wheel is for Linux x86_64, this is {found}"
 
 
-def environment(devices: int = 2, hbm: int | None = None, **settings: object) -> dict[str, str]:
+def environment(
+    devices: int = 2, hbm: int | None = None, environ: Mapping[str, str] | None = None, **settings: object
+) -> dict[str, str]:
     """The environment of a process with `devices` emulated NPUs of `hbm` bytes each (8 GiB when omitted).
 
-    Further settings are the emulator's own, in lower case and without their prefix: `fail="aclrtMalloc:3:207001"` sets
-    EMU_FAIL. docs/ascend.md lists them. True and False become 1 and 0.
+    `environ` holds variables for the program itself, such as PYTORCH_NPU_ALLOC_CONF. Further settings are
+    the emulator's own, in lower case and without their prefix: `fail="aclrtMalloc:3:207001"` sets EMU_FAIL.
+    docs/ascend.md lists them. True and False become 1 and 0.
     """
     if not (LIBRARIES / "libopapi.so").exists():
         raise FileNotFoundError(f"the emulated CANN is not in {LIBRARIES}: run `make emulator`")
@@ -53,6 +57,7 @@ def environment(devices: int = 2, hbm: int | None = None, **settings: object) ->
     result["ASCEND_OPP_PATH"] = str(LIBRARIES / "opp")
     # torch_npu is imported by name, so that a program can say when, and catch what goes wrong.
     result["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    result.update(environ or {})
     return result
 
 

@@ -2,9 +2,10 @@
 
     python tests/emulator/build.py [--wheel]
 
-Compiles runtime/ into libascendcl.so, operators/ into libopapi.so, and the empty libraries that torch_npu names at load.
-Nothing is done when no source, compiler or torch changed. `--wheel` first installs torch_npu (without its dependencies,
-and away from the main environment: torch would load it on import and fail where CANN is missing).
+Compiles runtime/ into libascendcl.so, operators/ into libopapi.so, and the empty libraries that torch_npu
+names at load. Nothing is done when no source, compiler or torch changed. `--wheel` first installs torch_npu
+(without its dependencies, and away from the main environment: torch would load it on import and fail where
+CANN is missing).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -212,6 +214,9 @@ def main() -> None:
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time")
     options = parser.parse_args()
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        print("no emulated NPUs here: torch_npu's wheel is for Linux x86_64; tests/ascend will be skipped")
+        return
     (ROOT / "build").mkdir(exist_ok=True)
     if options.wheel:
         install_wheel()

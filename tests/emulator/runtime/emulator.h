@@ -43,7 +43,7 @@ struct Settings {
     std::string lost;           // EMU_LOST, see fault.cpp
     std::string operators;      // EMU_OPERATORS, see fault.cpp
     std::map<int, unsigned> delay_us;  // EMU_DELAY="id:us,...": every task of the stream made id-th (from 0) waits so long
-    unsigned jitter_us;         // EMU_JITTER="us" or "us:seed": every stream task is delayed by up to so much
+    unsigned jitter_us;         // EMU_JITTER="us" or "us:seed": one task in eight is delayed by up to so much
     unsigned jitter_seed;
 };
 const Settings& settings();

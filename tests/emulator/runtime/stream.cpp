@@ -80,7 +80,8 @@ void Stream::work() {
 unsigned Stream::delay() {
     auto fixed = settings().delay_us.find(id);
     unsigned pause = fixed == settings().delay_us.end() ? 0 : fixed->second;
-    return pause + (settings().jitter_us ? rand_r(&random_) % (settings().jitter_us + 1) : 0);
+    bool struck = settings().jitter_us && rand_r(&random_) % 8 == 0;
+    return pause + (struck ? rand_r(&random_) % (settings().jitter_us + 1) : 0);
 }
 
 void Stream::push(Task task) {
