@@ -17,6 +17,7 @@ stream blocks the caller, which is the same promise.
 
 from __future__ import annotations
 
+import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -232,6 +233,15 @@ class Backend(ABC):
     # -- what it can do --------------------------------------------------------------------------------------------
     @abstractmethod
     def capabilities(self) -> Capabilities: ...
+
+    def identity(self) -> dict[str, str]:
+        """What measurements on this device depend on: a profile is only used again where all of it is equal."""
+        return {
+            "backend": self.name,
+            "device": str(self.device),
+            "system": platform.release(),
+            "about": "; ".join(self.capabilities().notes),
+        }
 
     def relay(self, *args: object, **kwargs: object) -> object:
         """Copy host memory to this device through a peer's buffer (paper section IV-E)."""

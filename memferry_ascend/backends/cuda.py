@@ -166,6 +166,11 @@ class CudaCompute(Compute):
         torch.cuda.current_stream(self._device).synchronize()
 
 
+def _driver_version() -> str:
+    version = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return str(version()) if version is not None else "unknown"
+
+
 class CudaBackend(Backend):
     """One CUDA device."""
 
@@ -308,6 +313,9 @@ class CudaBackend(Backend):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def identity(self) -> dict[str, str]:
+        return {**super().identity(), "driver": _driver_version()}
 
     def capabilities(self) -> Capabilities:
         peers = sum(
