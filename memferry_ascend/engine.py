@@ -156,6 +156,7 @@ class Engine:
         self._guard = ReadGuard(self._wait_parameter, self._is_pending)
         self.optimizer = FerryOptimizer(optimizer, self)
         self._handles += checkpoint.install_state_dict_hooks(self)
+        self.recorder.attach(self, layers)
 
     def _install_windows(self) -> None:
         for window in self._windows:

@@ -4,6 +4,7 @@ A mark is a timing event and what happened there. Marks are put by module hooks 
 inserted into the user's graph and nothing waits; `attribute` turns a pass's marks into seconds per layer once the
 device has reached them. Profiler and recorder share this.
 
+    arrive           a layer's module is called, nothing has been waited for yet (recorder only)
     enter, leave     a layer's module is called, returns (also when its forward is recomputed in the backward pass)
     begin            the gradient of a layer's output is there: its backward starts
     end              the gradient of its input, or of its last parameter, is there: its backward is over
@@ -55,7 +56,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 class Marks:
     """Puts marks while installed. `layers` are numbered by their position."""
 
-    def __init__(self, layers: Sequence[Layer], backend: Backend, *, memory: bool = False) -> None:
+    def __init__(self, layers: Sequence[Layer], backend: Backend, *, recording: bool = False) -> None:
         self.found: list[Mark] = []
         self.shapes: dict[int, tuple[Any, ...]] = {}
         """Per layer, the shapes of its inputs at its first call."""
@@ -63,7 +64,7 @@ class Marks:
         """False: hooks that live in a graph still put nothing."""
         self._layers = layers
         self._backend = backend
-        self._memory = memory
+        self._recording = recording
         self._handles: list[RemovableHandle] = []
 
     def put(self, what: str, layer: int = NOBODY) -> None:
@@ -72,7 +73,7 @@ class Marks:
             return
         event = self._backend.event(timing=True)
         self._backend.compute.record(event)
-        memory = self._backend.memory_stats().allocated if self._memory else -1
+        memory = self._backend.allocated_bytes() if self._recording else -1
         self.found.append(Mark(what, layer, event, memory))
 
     def install(self) -> None:
@@ -84,6 +85,9 @@ class Marks:
                 layer.module.register_forward_pre_hook(Hook(self._entering(i)), with_kwargs=True)
             )
             self._handles.append(layer.module.register_forward_hook(Hook(self._leaving(i)), prepend=True))
+            if self._recording:
+                hook = Hook(self._hook("arrive", i))
+                self._handles.append(layer.module.register_forward_pre_hook(hook, prepend=True))
             trainable = [p.param for p in layer.params if p.trainable]
             arrived = [0]
             for param in trainable:
@@ -119,7 +123,7 @@ class Marks:
         return leave
 
     def _hook(self, what: str, i: int) -> Any:
-        def hook(_grad: torch.Tensor) -> None:
+        def hook(*_: Any) -> None:
             self.put(what, i)
 
         return hook
@@ -136,7 +140,8 @@ class Marks:
 @dataclass
 class Spent:
     """Seconds per layer of one pass, by layer number. `order`: layers by their first call. `recomputed`: whose forward
-    ran again in the backward pass. `spans`: (layer, "forward" | "backward" | "recompute", start, end) in seconds."""
+    ran again in the backward pass. `spans`: (layer, what, start, end) in seconds, `what` being "forward", "backward",
+    "recompute", "forward gap", "backward gap" or "wait" (for parameters, before a forward)."""
 
     forward: list[float]
     backward: list[float]
@@ -174,6 +179,8 @@ def attribute(marks: Sequence[tuple[str, int, float]], inside: Sequence[frozense
     backward: list[int] = []  # backward: layers begun
     left, in_backward, pending, prologue, last_begun = NOBODY, False, 0.0, 0.0, NOBODY
     seen: set[int] = set()
+    waiting = NOBODY
+    since = 0.0  # when the gap of the backward pass began
     for place, (what, layer, at) in enumerate(marks):
         if what in ("forward", "step"):
             running, backward, left, in_backward, pending = [], [], NOBODY, False, 0.0
@@ -181,7 +188,10 @@ def attribute(marks: Sequence[tuple[str, int, float]], inside: Sequence[frozense
             running, in_backward = [], True
             if what == "done":
                 backward = []
+        elif what == "arrive":
+            waiting = layer
         elif what == "enter":
+            waiting = NOBODY
             running.append(layer)
             if in_backward:
                 spent.recomputed.add(layer)
@@ -201,6 +211,8 @@ def attribute(marks: Sequence[tuple[str, int, float]], inside: Sequence[frozense
                     backward.pop()
                 backward.append(layer)
             spent.gap_backward[layer] += pending
+            if pending:
+                spent.spans.append((layer, "backward gap", since, at))
             pending, last_begun = 0.0, layer
         elif what == "end" and layer in backward:
             del backward[backward.index(layer) :]
@@ -208,12 +220,15 @@ def attribute(marks: Sequence[tuple[str, int, float]], inside: Sequence[frozense
             break
         end = marks[place + 1][2]
         seconds = max(0.0, end - at)
-        if not in_backward:
+        if waiting != NOBODY:
+            spent.spans.append((waiting, "wait", at, end))
+        elif not in_backward:
             if running:
                 spent.forward[running[-1]] += seconds
                 spent.spans.append((running[-1], "forward", at, end))
             elif left != NOBODY:
                 spent.gap_forward[left] += seconds
+                spent.spans.append((left, "forward gap", at, end))
             elif not seen:
                 prologue += seconds
         elif running:
@@ -222,6 +237,7 @@ def attribute(marks: Sequence[tuple[str, int, float]], inside: Sequence[frozense
             spent.backward[backward[-1]] += seconds
             spent.spans.append((backward[-1], "backward", at, end))
         else:
+            since = at if not pending else since
             pending += seconds
     if spent.order:
         spent.forward[spent.order[0]] += prologue

@@ -298,6 +298,9 @@ class CudaBackend(Backend):
             free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device),
         )
 
+    def allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
 
