@@ -42,7 +42,7 @@ HANDICAP = 0.02
 what autograd saves of those costs launch time that the simulator does not count, and measurements are not exact."""
 _MOVING = (Mode.DFGB, Mode.STREAM)
 
-ROUNDS = 4
+ROUNDS = 6
 """How often a plan that outgrows the budget in the engine's units is searched again with less."""
 
 
@@ -87,25 +87,35 @@ def plan_profile(
 def _search(profile: Profile, budget: int | None, update: str, accumulate: int) -> Plan:
     """The search, again with less memory as long as the engine's units need more than the budget; then the fastest, in
     units, of what was found and the plain plans."""
-    allowed = budget
-    for _ in range(ROUNDS):
-        found = search(
-            profile,
-            allowed,
-            update=update,
-            slots=RING_SLOTS,
-            accumulate=accumulate,
-            device_updates=Update.DEVICE in ENGINE_UPDATES,
-        )
-        plan = finish(profile, runnable(profile, found), update, accumulate)
-        assert plan.device_bytes is not None
-        if budget is None or allowed is None or plan.device_bytes <= budget:
+    plan: Plan | None = None
+    allowed, previous, failed, least = budget, budget or 0, 0, 0
+    for round_ in range(ROUNDS):
+        try:
+            found = search(
+                profile,
+                allowed,
+                update=update,
+                slots=RING_SLOTS,
+                accumulate=accumulate,
+                device_updates=Update.DEVICE in ENGINE_UPDATES,
+            )
+        except ValueError:
+            if round_ == 0 or budget is None or allowed is None:
+                raise
+            failed, allowed = allowed, (allowed + previous) // 2
+            continue
+        done = finish(profile, runnable(profile, found), update, accumulate)
+        assert done.device_bytes is not None
+        if budget is None or allowed is None or done.device_bytes <= budget:
+            plan = done
             break
-        allowed = max(0, allowed - (plan.device_bytes - budget))
-    else:
+        least = min(least or done.device_bytes, done.device_bytes)
+        previous = allowed
+        allowed = max(allowed - (done.device_bytes - budget), (failed + allowed) // 2)
+    if plan is None:
         raise FerryError(
-            f"device_memory {sizes.fmt(budget or 0)} ({budget} bytes): the smallest plan found needs {plan.device_bytes} "
-            "bytes in whole units; allow that much, or make the batch smaller"
+            f"device_memory {sizes.fmt(budget or 0)} ({budget} bytes): the smallest plan found needs {least} bytes in "
+            "whole units; allow that much, or make the batch smaller"
         )
     rivals = [plan]
     for name, other in (
@@ -226,12 +236,21 @@ def _agree(profile: Profile, plan: Plan, group: Sequence[int], modes: Sequence[M
 def finish(profile: Profile, plan: Plan, update: str, accumulate: int = 1) -> Plan:
     """`plan` with the period and the bytes of the engine's units."""
     units, in_units = grouped(profile, plan)
+    parts = device_bytes(units, in_units, slots=RING_SLOTS, accumulate=accumulate)
     return replace(
         plan,
         predicted_period=simulate(units, in_units, update, slots=RING_SLOTS).period,
-        device_bytes=device_bytes(units, in_units, slots=RING_SLOTS, accumulate=accumulate).total,
+        device_bytes=parts.total - parts.staged + _in_flight(units),
         host_bytes=host_bytes(units, in_units),
     )
+
+
+def _in_flight(units: Profile) -> int:
+    """Device bytes of gradients whose download the engine may leave outstanding: its window and one unit's."""
+    from memferry_ascend.engine import GRADIENT_WINDOW
+
+    own = [n for n, x in zip(units.own_bytes, units.layers, strict=True) if x.trainable]
+    return min(sum(own), GRADIENT_WINDOW + max(own, default=0))
 
 
 def predict(profile: Profile, plan: Plan, update: str = "step") -> Timeline:

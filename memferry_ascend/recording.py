@@ -92,6 +92,16 @@ class Recording:
             converged=True,
         )
 
+    def last_iteration(self) -> dict[str, list[tuple[float, float, str]]]:
+        """Intervals (start, end, label) by resource between the last two calls of `step()`, from the first of them."""
+        begin, end = self.steps[-2], self.steps[-1]
+        found: dict[str, list[tuple[float, float, str]]] = {name: [] for name in RESOURCES}
+        for x in self.intervals:
+            if x.end > begin and x.start < end and x.what != "wait":
+                start, stop = max(x.start, begin) - begin, min(x.end, end) - begin
+                found[x.resource].append((start, stop, f"{x.what} {x.name}".rstrip()))
+        return found
+
     def throughput(self) -> dict[str, dict[str, float]]:
         """Phase -> direction ("h2d", "d2h") -> bytes/s while that phase lasts; a copy's bytes are spread evenly over
         its time."""

@@ -173,21 +173,14 @@ def draw_timeline(recording: Recording, path: Path) -> str | None:
     except FerryError as e:
         return f"no {path.name}: {e}"
     predicted = recording.predicted
-    until = max(measured.period, predicted.period if predicted else 0.0)
-    last = {  # the last recorded iteration: the first ones may still be warming up
-        name: [
-            (a - (measured.cycle - 1) * measured.period, b - (measured.cycle - 1) * measured.period, label)
-            for a, b, label in spans
-            if b > (measured.cycle - 1) * measured.period
-        ]
-        for name, spans in measured.intervals.items()
-    }
+    length = recording.steps[-1] - recording.steps[-2]
+    until = max(length, predicted.period if predicted else 0.0)
     axes = figure.subplots(2 if predicted else 1, 1, sharex=True, squeeze=False)[:, 0]
     if predicted is not None:
         _bars(axes[0], predicted.intervals, until)
         axes[0].set_title(f"predicted: {predicted.period * 1e3:.2f} ms per iteration")
-    _bars(axes[-1], last, until)
-    axes[-1].set_title(f"measured: {measured.period * 1e3:.2f} ms per iteration")
+    _bars(axes[-1], recording.last_iteration(), until)
+    axes[-1].set_title(f"measured: {measured.period * 1e3:.2f} ms per iteration; the last one is shown")
     axes[-1].set_xlabel("ms from step()")
     from matplotlib.patches import Patch
 
@@ -244,6 +237,7 @@ def _draw_memory(axes: Any, recording: Recording) -> None:
     for at in recording.steps:
         axes.axvline(at * 1e3, color="lightgray", lw=0.8)
     axes.set_yscale("symlog")
+    axes.set_ylim(bottom=0)
     axes.set_xlabel("ms (grey: step())")
     axes.set_ylabel("MiB")
     axes.set_title("memory over time")
