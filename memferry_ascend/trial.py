@@ -4,6 +4,9 @@ Nothing of the engine exists yet. Every layer's parameters are copied to tempora
 will have; a layer then reads them there (DHA) or from device memory. When the model's parameters fit they are all on
 the device; when they do not, each layer's are copied into a slot just before its forward, before the mark that starts
 its clock. Its backward then reads what the slot holds by then: other numbers, but as many and from the same memory.
+
+Gradients are staged as the engine stages them, unit by unit to host memory that nobody reads: where launching kernels
+is what takes the time, that is part of the backward pass.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from memferry_ascend.arena import Arena, UnitMemory
 from memferry_ascend.backends.base import Backend, align
 from memferry_ascend.errors import FerryError
-from memferry_ascend.layers import Layer, Param, Unit
+from memferry_ascend.layers import SMALLEST_UNIT, Layer, Param, Unit
 from memferry_ascend.marks import Marks, ancestors, tensors_in
 from memferry_ascend.planner.plan import LayerPlan
 
@@ -135,6 +138,10 @@ class Trial:
         for p in params:
             self._undo.callback(self._restore, p.param, p.param.data, p.param.grad)
         left = sum(align(p.nbytes) for p in params)
+        largest = max((p.nbytes for p in params if p.trainable), default=0)
+        room = SMALLEST_UNIT + align(largest)
+        self._staging = _Staging(self.backend, arena.region("grad", room, mapped=True, expect=room).host)
+        self._undo.callback(self.backend.synchronize)  # before the arena goes: copies may be under way
         for i, layer in enumerate(self.layers):
             if not layer.params:
                 continue
@@ -148,7 +155,7 @@ class Trial:
                 p.param.grad = None
                 p.param.data = memory.device_param(p)
                 if p.trainable:
-                    handle = p.param.register_post_accumulate_grad_hook(_drop)
+                    handle = p.param.register_post_accumulate_grad_hook(self._staging.arrive)
                     self._undo.callback(handle.remove)
         moved: dict[int, torch.Tensor] = {}
         for module in self.model.modules():
@@ -274,6 +281,7 @@ class Trial:
         marks.put("loss")
         with torch.enable_grad():
             loss_of(output).backward()
+        self._staging.flush()
         marks.put("done")
         self.backend.synchronize()
 
@@ -287,5 +295,43 @@ class Trial:
             state.restore()
 
 
-def _drop(param: torch.Tensor) -> None:
-    param.grad = None
+class _Staging:
+    """Takes gradients from autograd and copies them to the same host bytes again and again, a unit at a time."""
+
+    def __init__(self, backend: Backend, room: torch.Tensor) -> None:
+        self._backend = backend
+        self._room = room
+        self._stream = backend.stream("download")
+        self._ready, self._done = backend.event(), backend.event()
+        self._grads: list[torch.Tensor] = []
+        self._nbytes = 0
+        self._leaving: list[torch.Tensor] = []
+
+    def arrive(self, param: torch.Tensor) -> None:
+        """A gradient is complete."""
+        if param.grad is None:
+            return
+        grad = param.grad.detach()
+        param.grad = None
+        grad = grad.to_dense() if grad.is_sparse else grad.contiguous()
+        self._grads.append(grad)
+        self._nbytes += align(grad.numel() * grad.element_size())
+        if self._nbytes >= SMALLEST_UNIT:
+            self.flush()
+
+    def flush(self) -> None:
+        """Queue the copy of what has arrived; let go of what the copy before has carried away."""
+        if not self._grads:
+            return
+        pairs, at = [], 0
+        for grad in self._grads:
+            nbytes = grad.numel() * grad.element_size()
+            pairs.append((self._room[at : at + nbytes].view(grad.dtype).view(grad.shape), grad))
+            at += align(nbytes)
+        if self._leaving:
+            self._backend.compute.wait(self._done)
+        self._backend.compute.record(self._ready)
+        self._stream.wait(self._ready)
+        self._stream.copy_many(pairs)
+        self._stream.record(self._done)
+        self._leaving, self._grads, self._nbytes = self._grads, [], 0
