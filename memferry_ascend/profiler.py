@@ -15,7 +15,7 @@ What a pass tells, with every layer's parameters in device memory and then in ho
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,13 +28,15 @@ from rich.progress import BarColumn, Progress, TextColumn
 from torch import nn
 
 from memferry_ascend import arming, profile_cache, sizes
+from memferry_ascend.averages import Averages
 from memferry_ascend.backends.base import Backend
 from memferry_ascend.config import Config, host_threads
 from memferry_ascend.errors import FerryError
+from memferry_ascend.hostreads import check_host_reads
 from memferry_ascend.hostupdate import is_native
 from memferry_ascend.layers import Layer, collect
 from memferry_ascend.linkprobe import HostUpdates, LinkFound, Rates, measure_link
-from memferry_ascend.marks import Marks, Spent, ancestors, attribute, tensors_in
+from memferry_ascend.marks import Marks, Spent, ancestors, attribute
 from memferry_ascend.planner.profile import LayerProfile, Profile
 from memferry_ascend.runtime import Runtime
 from memferry_ascend.tracing import ReadTracer
@@ -45,9 +47,6 @@ MORE_PASSES, QUICK = 15, 1.0
 """While a kind of pass has taken less than QUICK seconds it goes on up to MORE_PASSES: a busy host is noisy."""
 SECONDS = 8.0
 """No further pass begins after so long; at least one of each kind always runs."""
-
-CLOSE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 1e-3)}
-"""Relative and absolute difference up to which a DHA result counts as right: kernels may add in another order."""
 
 
 @dataclass
@@ -145,6 +144,7 @@ class _Profiler:
         self.backend: Backend = runtime.backend
         stats = self.backend.memory_stats()
         self.budget = min(stats.free, config.device_bytes or stats.free)
+        self._allocated_before = stats.allocated
         self.inside = ancestors(self.layers)
         self.notes: list[str] = []
         self.unusable: dict[int, str] = {}
@@ -179,7 +179,6 @@ class _Profiler:
 
     # -- the model -------------------------------------------------------------------------------------------------
     def _passes(self, trial: Trial) -> tuple[Spent, Spent]:
-        before = self.backend.memory_stats().allocated
         try:
             trial.place()
         except FerryError as e:
@@ -210,16 +209,17 @@ class _Profiler:
             if self._late():
                 break
         peak = self.backend.memory_stats().peak
-        self.base_bytes = max(0, peak - before - trial.held_bytes)
+        self.base_bytes = max(0, peak - self._allocated_before - trial.held_bytes)
         if self.base_bytes == 0:
             self.notes.append("activations are not counted as device memory here: base_bytes is 0")
         if trial.streamed:
             self.notes.append("parameters do not fit on the device: measured layer by layer through a slot")
         self._shapes = marks.shapes
-        spent = _median_spent(marked)
-        self._less_marks(spent, plain)
-        self._pool(spent)
-        self._check_dha(trial)
+        averages = Averages(self.layers, marks.shapes, plain, marked, self._mark_cost)
+        spent = averages.of(marked)
+        wrong, notes = check_host_reads(trial, self.unusable)
+        self.unusable |= wrong
+        self.notes += notes
         self._advance("host memory")
         usable = frozenset(i for i in range(len(self.layers)) if i not in self.unusable)
         if not usable:
@@ -237,10 +237,7 @@ class _Profiler:
             self._advance("host memory")
             if self._late() and found:
                 break
-        by_dha = _median_spent(found[1:] or found)
-        self._less_marks(by_dha, plain, _median_spent(marked))
-        self._pool(by_dha)
-        return spent, by_dha
+        return spent, averages.of(found[1:] or found)
 
     def _trace(self, trial: Trial) -> None:
         """One forward pass that tells who reads what, and warms everything up."""
@@ -272,103 +269,6 @@ class _Profiler:
         at = {what: t for what, _, t in found if what in ("loss", "done")}
         spent.totals = (at["loss"], at["done"] - at["loss"])
         return spent
-
-    def _less_marks(self, spent: Spent, plain: Sequence[Spent], marked: Spent | None = None) -> None:
-        """Take off what marks cost: the difference of the totals, shared evenly by layers and the gaps after them, but
-        no more than a mark costs the host (nothing at all where the device is what takes the time)."""
-        marked = marked or spent
-        visits = max(1, len(spent.order))
-        for k, (times, gaps) in enumerate(
-            ((spent.forward, spent.gap_forward), (spent.backward, spent.gap_backward))
-        ):
-            cost = max(0.0, marked.totals[k] - statistics.median(x.totals[k] for x in plain)) / (2 * visits)
-            cost = min(cost, self._mark_cost)
-            for i in spent.order:
-                times[i] = max(0.0, times[i] - cost)
-                gaps[i] = max(0.0, gaps[i] - cost)
-
-    def _pool(self, spent: Spent) -> None:
-        """Layers of one kind with equal parameters and inputs do the same work: each gets the median of them all. So a
-        moment in which the machine was busy does not make one of twenty equal layers look special."""
-        order = spent.order
-        keys = {
-            i: (
-                self.layers[i].kind,
-                tuple((tuple(p.shape), p.dtype, p.trainable) for p in self.layers[i].reads),
-                self._shapes.get(i),
-                i in spent.recomputed,
-                self.layers[i].params == self.layers[i].reads,
-            )
-            for i in order
-        }
-        follows = {i: (keys[i], keys.get(j)) for i, j in zip(order, [*order[1:], -1], strict=True)}
-        for values, alike in (
-            (spent.forward, keys),
-            (spent.backward, keys),
-            (spent.gap_forward, follows),
-            (spent.gap_backward, follows),
-        ):
-            pools: dict[Any, list[int]] = {}
-            for i in order:
-                pools.setdefault(alike[i], []).append(i)
-            for members in pools.values():
-                middle = statistics.median(values[i] for i in members)
-                for i in members:
-                    values[i] = middle
-
-    # -- what may read host memory ---------------------------------------------------------------------------------
-    def _check_dha(self, trial: Trial) -> None:
-        """Run each layer's forward on the same input from device and from host memory. A kind of layer whose outputs
-        differ, or which raises, is not usable."""
-        kinds = self.backend.capabilities().dha_kinds
-        wrong: dict[str, str] = {}
-        checking: list[int] = []
-
-        def check(i: int) -> Any:
-            layer = self.layers[i]
-
-            def hook(module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
-                if checking or layer.kind in wrong or i in self.unusable:
-                    return
-                checking.append(i)
-                bound = [p.param.data for p in trial.reads[i]]
-                try:
-                    with torch.no_grad():
-                        trial.bind(i, False)
-                        with trial.same_randomness():
-                            on_device = _copies(module.forward(*args, **kwargs))
-                        trial.bind(i, True)
-                        with trial.same_randomness():
-                            on_host = _copies(module.forward(*args, **kwargs))
-                        self.backend.synchronize()
-                    if not _alike(on_device, on_host):
-                        wrong[layer.kind] = f"{layer.name!r} computes other numbers from host memory"
-                except Exception as e:
-                    wrong[layer.kind] = f"{layer.name!r} fails on host memory: {type(e).__name__}: {e}"
-                finally:
-                    for p, data in zip(trial.reads[i], bound, strict=True):
-                        p.param.data = data
-                    checking.clear()
-
-            return hook
-
-        handles = []
-        for i, layer in enumerate(self.layers):
-            if not (_supports(kinds, layer.kind)):
-                self.unusable.setdefault(i, f"the {self.backend.name} backend has no direct access for it")
-            elif i not in self.unusable:
-                handles.append(layer.module.register_forward_hook(check(i), with_kwargs=True))
-        try:
-            with trial.same_randomness():
-                trial.forward()
-        finally:
-            for handle in handles:
-                handle.remove()
-        for i, layer in enumerate(self.layers):
-            if layer.kind in wrong:
-                self.unusable[i] = wrong[layer.kind]
-        for kind, reason in wrong.items():
-            self.notes.append(f"direct host access is not usable for {kind}: {reason}")
 
     # -- the machine -----------------------------------------------------------------------------------------------
     def _machine(self) -> tuple[LinkFound, Rates | None]:
@@ -416,7 +316,7 @@ class _Profiler:
                     t_gap_fp=spent.gap_forward[i],
                     t_gap_bp=spent.gap_backward[i],
                     t_update=rates.seconds(elements, nbytes) if rates is not None else 0.0,
-                    dha_bytes=self._dha_bytes(layer, nbytes, spent.forward[i], t_fp_dha, link.h2d),
+                    dha_bytes=self._dha_bytes(i, nbytes, spent.forward[i], t_fp_dha, link.h2d),
                     shares=shares.get(i),
                     trainable=trainable and (bool(own) or i in shares),
                     recompute=i in spent.recomputed,
@@ -425,12 +325,13 @@ class _Profiler:
             )
         return Profile(tuple(out), link, self.base_bytes)
 
-    def _dha_bytes(self, layer: Layer, nbytes: int, t_fp: float, t_fp_dha: float, h2d: float) -> int:
+    def _dha_bytes(self, number: int, nbytes: int, t_fp: float, t_fp_dha: float, h2d: float) -> int:
         """A gather reads its rows; anything else at least its parameters, and what the extra time could bring in."""
         if t_fp_dha == float("inf"):
             return 0
+        layer = self.layers[number]
         if isinstance(layer.module, nn.Embedding | nn.EmbeddingBag):
-            rows = max((t.numel() for t in tensors_in(self.batch) if not t.is_floating_point()), default=0)
+            rows = math.prod(shape[0]) if (shape := self._shapes.get(number)) else 0
             weight = layer.module.weight
             return min(nbytes, rows * weight.shape[1] * max(p.dtype.itemsize for p in layer.reads) or nbytes)
         return max(nbytes, int((t_fp_dha - t_fp) * h2d))
@@ -460,29 +361,6 @@ def describe(measured: Measured) -> str:
     return "\n".join(lines + [f"note: {note}" for note in measured.notes])
 
 
-def _supports(kinds: frozenset[str], kind: str) -> bool:
-    return "*" in kinds or kind in kinds
-
-
-def _median_spent(passes: Sequence[Spent]) -> Spent:
-    """Layer by layer; order and recomputation are the same in every pass."""
-    first = passes[0]
-
-    def medians(name: str) -> list[float]:
-        return [statistics.median(x) for x in zip(*(getattr(p, name) for p in passes), strict=True)]
-
-    totals = tuple(statistics.median(p.totals[k] for p in passes) for k in (0, 1))
-    return Spent(
-        medians("forward"),
-        medians("backward"),
-        medians("gap_forward"),
-        medians("gap_backward"),
-        first.order,
-        first.recomputed,
-        totals=(totals[0], totals[1]),
-    )
-
-
 def _all_in_order(count: int, called: Sequence[int]) -> list[int]:
     """Every layer: those called in the order of their calls, the others behind the one registered before them."""
     out = list(called)
@@ -504,20 +382,3 @@ def _shares(layers: Sequence[Layer], owners: dict[int, Layer]) -> dict[int, str]
             found[i] = owners[max(candidates, key=lambda p: p.numel).index].name
             sharing.add(layer.name)
     return found
-
-
-def _copies(output: Any) -> list[torch.Tensor]:
-    return [t.detach().clone() for t in tensors_in(output)]
-
-
-def _alike(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
-    """Bit for bit, or as close as another order of additions would be."""
-    if len(a) != len(b):
-        return False
-    for x, y in zip(a, b, strict=True):
-        if x.shape != y.shape or x.dtype != y.dtype:
-            return False
-        rtol, atol = CLOSE.get(x.dtype, (0.0, 0.0))
-        if not torch.allclose(x, y, rtol=rtol, atol=atol, equal_nan=True):
-            return False
-    return True

@@ -105,6 +105,7 @@ class Trial:
         self._resident: dict[int, torch.Tensor] = {}
         self._slots: list[torch.Tensor] = []
         self._next_slot = 0
+        self._read, self._loaded = backend.event(), backend.event()
         self._on_alias: frozenset[int] = frozenset()
         self._windows: list[RemovableHandle] = []
         self.reads = [list(layer.reads) for layer in layers]
@@ -188,11 +189,13 @@ class Trial:
     def also_reads(self, i: int, p: Param) -> None:
         """Layer `i` was seen to read a parameter of a module that is not called itself. Call `place` afterwards."""
         self.reads[i].append(p)
+        self.held_bytes -= sum(slot.numel() for slot in self._slots)
         self._slots.clear()
 
     def place(self, on_alias: frozenset[int] = frozenset()) -> None:
-        """Let the layers numbered in `on_alias` read host memory and all others device memory. A tied parameter reads
-        host memory where every reader does, or, when streamed, in the windows of those readers."""
+        """Let the layers numbered in `on_alias` read host memory and all others device memory, in both passes: autograd
+        may save the parameter itself, so what it is bound to in the backward pass counts too. Only the backward of a
+        tied parameter whose readers differ reads where it rests."""
         self._unplace()
         self._on_alias = on_alias
         if not self.streamed and not self._resident:
@@ -200,19 +203,24 @@ class Trial:
                 raw = self.backend.alloc_device(p.nbytes) if p.nbytes else self.alias(p).view(-1)
                 view = raw[: p.nbytes].view(p.dtype).view(p.shape) if p.nbytes else self.alias(p)
                 with torch.no_grad():
-                    view.copy_(self.alias(p))
+                    view.copy_(self._memory[p.index][0].host_param(p))
                 self._resident[p.index] = view
                 self.held_bytes += align(p.nbytes)
         if self.streamed and not self._slots:
             size = max(sum(align(p.nbytes) for p in reads) for reads in self.reads)
             depth = max(len(a) for a in ancestors(self.layers))
             self._slots = [self.backend.alloc_device(size) for _ in range(depth + 1)]
-            self.held_bytes += size * len(self._slots)
+            self.held_bytes += sum(slot.numel() for slot in self._slots)
+        readers: dict[int, set[int]] = {}
+        for i, reads in enumerate(self.reads):
+            for p in reads:
+                readers.setdefault(p.index, set()).add(i)
         for i, layer in enumerate(self.layers):
             for p in layer.params:
-                where = self.alias(p) if self.streamed else self._resident[p.index]
-                p.param.data = where
-            if self.streamed == (i in on_alias):
+                alias = self.streamed or readers[p.index] <= on_alias
+                p.param.data = self.alias(p) if alias else self._resident[p.index]
+            everyone = set().union(*(readers[p.index] for p in self.reads[i]))
+            if everyone <= on_alias or (not self.streamed and not everyone & on_alias):
                 continue  # it rests where it is wanted
             enter, leave = self._window(i)
             self._windows.append(layer.module.register_forward_pre_hook(enter, prepend=True))
@@ -231,7 +239,9 @@ class Trial:
             self.bind(i, i in self._on_alias)
 
         def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-            if before:
+            if self.streamed:
+                before.clear()  # it stays bound to the slot for the backward pass
+            elif before:
                 for p, data in zip(self.reads[i], before.pop(), strict=True):
                     p.param.data = data
 
@@ -246,12 +256,17 @@ class Trial:
             return
         slot, at = self._slots[self._next_slot % len(self._slots)], 0
         self._next_slot += 1
+        upload = self.backend.stream("upload")
+        self.backend.compute.record(self._read)  # kernels queued so far may still read the slot
+        upload.wait(self._read)
         for p in reads:
             view = slot[at : at + p.nbytes].view(p.dtype).view(p.shape)
-            with torch.no_grad():
-                view.copy_(self.alias(p))
+            if p.nbytes:
+                upload.copy(view, self._memory[p.index][0].host_param(p))
             p.param.data = view
             at += align(p.nbytes)
+        upload.record(self._loaded)
+        self.backend.compute.wait(self._loaded)
 
     # -- running ---------------------------------------------------------------------------------------------------
     def forward(self) -> Any:
@@ -262,10 +277,7 @@ class Trial:
         except FerryError:
             raise
         except torch.OutOfMemoryError as e:
-            raise FerryError(
-                f"sample_batch: the device has too little memory for its activations ({e}); make the batch smaller, or "
-                "checkpoint activations"
-            ) from e
+            raise _too_little(e) from e
         except Exception as e:
             raise FerryError(
                 f"sample_batch: the model's forward failed with {type(e).__name__}: {e}; pass the batch as the training "
@@ -279,8 +291,11 @@ class Trial:
         marks.put("forward")
         output = self.forward()
         marks.put("loss")
-        with torch.enable_grad():
-            loss_of(output).backward()
+        try:
+            with torch.enable_grad():
+                loss_of(output).backward()
+        except torch.OutOfMemoryError as e:
+            raise _too_little(e) from e
         self._staging.flush()
         marks.put("done")
         self.backend.synchronize()
@@ -293,6 +308,13 @@ class Trial:
             yield
         finally:
             state.restore()
+
+
+def _too_little(e: torch.OutOfMemoryError) -> FerryError:
+    return FerryError(
+        f"sample_batch: the device has too little memory for its activations ({e}); make the batch smaller, or "
+        "checkpoint activations"
+    )
 
 
 class _Staging:
