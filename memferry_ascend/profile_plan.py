@@ -14,7 +14,7 @@ from typing import Any
 from memferry_ascend import sizes
 from memferry_ascend.arming import RING_SLOTS
 from memferry_ascend.errors import FerryError
-from memferry_ascend.layers import LARGEST_UNIT, SMALLEST_UNIT
+from memferry_ascend.layers import LARGEST_UNIT, SMALLEST_UNIT, TINY
 from memferry_ascend.planner import (
     Grad,
     LayerPlan,
@@ -262,40 +262,56 @@ def predict(profile: Profile, plan: Plan, update: str = "step") -> Timeline:
 def grouped(profile: Profile, plan: Plan) -> tuple[Profile, Plan]:
     """Profile and plan with neighbouring layers of one decision merged as `layers.units` merges them."""
     plan.check_layers([x.name for x in profile.layers])
-    tied = {i for group in tied_groups(profile) for i in group}
-    runs: list[list[int]] = []
-    for i in range(len(profile.layers)):
-        if runs and _joins(profile, plan, runs[-1], i, tied):
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-    merged = [_merged(profile, run) for run in runs]
+    runs = _runs(profile, plan)
+    merged = [_merged(profile, plan, run, core) for run, core in runs]
     decided = [
-        replace(plan.layers[run[0]], name=m.name, bytes=m.bytes) for run, m in zip(runs, merged, strict=True)
+        replace(plan.layers[core], name=m.name, bytes=m.bytes)
+        for (_, core), m in zip(runs, merged, strict=True)
     ]
-    names = {profile.layers[run[0]].name: m.name for run, m in zip(runs, merged, strict=True)}
+    names = {profile.layers[run[0]].name: m.name for (run, _), m in zip(runs, merged, strict=True)}
     merged = [replace(m, shares=names[m.shares]) if m.shares is not None else m for m in merged]
     return replace(profile, layers=tuple(merged)), replace(plan, layers=tuple(decided))
 
 
-def _joins(profile: Profile, plan: Plan, run: Sequence[int], i: int, tied: Collection[int]) -> bool:
-    first, new = plan.layers[run[0]], plan.layers[i]
-    head, layer = profile.layers[run[0]], profile.layers[i]
-    size = sum(profile.layers[j].bytes for j in run)
-    return (
-        (first.mode, first.grad, first.update) == (new.mode, new.grad, new.update)
-        and (head.trainable, head.recompute, head.itemsize)
-        == (layer.trainable, layer.recompute, layer.itemsize)
-        and run[0] not in tied
-        and i not in tied
-        and size < SMALLEST_UNIT
-        and size + layer.bytes <= LARGEST_UNIT
-    )
+def _runs(profile: Profile, plan: Plan) -> list[tuple[list[int], int]]:
+    """Positions of the layers of each unit, and of the one whose decision it has: small DHA layers ride along."""
+    tied = {i for group in tied_groups(profile) for i in group}
+    out: list[tuple[list[int], int]] = []
+    run: list[int] = []
+    core = -1
+    for i, layer in enumerate(profile.layers):
+        rides = plan.layers[i].mode is Mode.DHA and layer.bytes <= TINY and i not in tied
+        if run:
+            head = plan.layers[core if core >= 0 else run[0]]
+            mine, before = plan.layers[i], profile.layers[run[0]]
+            size = sum(profile.layers[j].bytes for j in run)
+            if (
+                (mine.grad, mine.update) != (head.grad, head.update)
+                or not (rides or core < 0 or mine.mode is head.mode)
+                or (layer.trainable, layer.recompute, layer.itemsize)
+                != (before.trainable, before.recompute, before.itemsize)
+                or size >= SMALLEST_UNIT
+                or size + layer.bytes > LARGEST_UNIT
+                or i in tied
+                or run[0] in tied
+            ):
+                out.append((run, core if core >= 0 else run[0]))
+                run, core = [], -1
+        if not rides and core < 0:
+            core = i
+        run.append(i)
+    out.append((run, core if core >= 0 else run[0]))
+    return out
 
 
-def _merged(profile: Profile, run: Sequence[int]) -> LayerProfile:
+def _merged(profile: Profile, plan: Plan, run: Sequence[int], core: int) -> LayerProfile:
     """One layer that stands for a unit: times add up, the gaps inside become its own."""
     parts = [profile.layers[i] for i in run]
+    if plan.layers[core].mode is not Mode.DHA:  # riders read host memory although the unit is copied
+        for k, i in enumerate(run):
+            x = parts[k]
+            if plan.layers[i].mode is Mode.DHA:
+                parts[k] = replace(x, t_fp=x.t_fp_dha, t_bp=x.t_bp_dha)
     if len(parts) == 1:
         return parts[0]
     first, last = parts[0], parts[-1]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import threading
 import time
 import weakref
@@ -26,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from memferry_ascend import files
 from memferry_ascend.backends.base import Backend, Event, Stream
 from memferry_ascend.errors import FerryError
+from memferry_ascend.jobs import NativeJobs, PythonJobs, Upload
 from memferry_ascend.layers import Layer
 from memferry_ascend.marks import NOBODY, Marks, ancestors, attribute
 from memferry_ascend.planner.simulator import Timeline
@@ -35,6 +37,8 @@ from memferry_ascend.worker import Priority
 
 if TYPE_CHECKING:
     from memferry_ascend.engine import Engine
+
+_KINDS = ("update", "fold", "norm")  # as the native worker numbers them
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ class Recorder:
         self._memory: list[tuple[float, int]] = []
         self._wrapped: list[tuple[Any, str]] = []
         self._handles: list[RemovableHandle] = []
+        self._marks: Marks | None = None
+        self._jobs: Any = None
 
     def attach(self, engine: Engine, layers: Sequence[Layer]) -> None:
         """Record this engine; its layers are what compute is broken down by."""
@@ -101,8 +107,16 @@ class Recorder:
         for stream in list(self._backend._streams.values()):
             self._wrap(stream, "copy", self._one_copy(stream))
             self._wrap(stream, "copy_many", self._many_copies(stream))
-        self._wrap(engine._worker, "submit", self._submitting(engine._worker.submit))
-        self._wrap(self._backend, "_at", self._passing(self._backend._at))
+            # The family's own version may be one native call, into which no timing event fits.
+            self._wrap(stream, "copy_behind", functools.partial(Stream.copy_behind, stream))
+        self._jobs = jobs = engine._jobs
+        if isinstance(jobs, NativeJobs):
+            jobs.observe = self._uploading
+            jobs.worker.record(True)
+        else:
+            assert isinstance(jobs, PythonJobs)
+            self._wrap(jobs.worker, "submit", self._submitting(jobs.worker.submit))
+            self._wrap(self._backend, "_at", self._passing(self._backend._at))
         self.enabled = True
 
     def stop(self) -> Recording:
@@ -115,8 +129,10 @@ class Recorder:
         if not self.enabled:
             raise FerryError("recorder: expected start() before stop()")
         engine = self._target()
-        engine.synchronize()
-        self._off()
+        try:
+            engine.synchronize()
+        finally:
+            self._off()
         self.recording = self._resolve(engine)
         if len(self.recording.steps) > 1:
             engine.plan = replace(engine.plan, measured_period=self.recording.period)
@@ -136,7 +152,17 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if hasattr(self, "_marks"):
+        jobs, self._jobs = self._jobs, None
+        if isinstance(jobs, NativeJobs):
+            jobs.observe = None
+            self._host += [
+                Interval(
+                    "host", _KINDS[kind], str(slot % jobs.units), begin - self._origin, end - self._origin
+                )
+                for slot, kind, begin, end in jobs.worker.take_intervals()
+            ]
+            jobs.worker.record(False)
+        if self._marks is not None:
             self._marks.remove()
 
     def _target(self) -> Engine:
@@ -167,6 +193,7 @@ class Recorder:
             self._host.append(Interval("host", what, name, start - self._origin, end - self._origin, nbytes))
 
     def _mark(self, what: str) -> None:
+        assert self._marks is not None
         self._marks.put(what)
         self._memory.append((time.perf_counter() - self._origin, _resident_bytes()))
 
@@ -207,6 +234,14 @@ class Recorder:
                 _Copy(stream.name, begin, end, (first[0].data_ptr(), first[1].data_ptr()), sizes)
             )
 
+    def _uploading(self, upload: Upload) -> tuple[int, int]:
+        """An upload that native code will start: the events to put around it."""
+        begin, end = self._backend.event(timing=True), self._backend.event(timing=True)
+        addresses = (upload.dst.data_ptr(), upload.src.data_ptr())
+        with self._lock:
+            self._copies.append(_Copy(upload.stream.name, begin, end, addresses, (upload.src.nbytes,)))
+        return begin.handle, end.handle
+
     def _submitting(self, plain: Callable[..., None]) -> Callable[..., None]:
         def submit(priority: int, job: Callable[[], None]) -> None:
             plain(priority, self._fold(job) if priority == Priority.FOLD else job)
@@ -232,7 +267,11 @@ class Recorder:
 
     # -- making seconds of it --------------------------------------------------------------------------------------
     def _resolve(self, engine: Engine) -> Recording:
-        intervals = list(self._host)
+        names = {str(r.unit.index): r.unit.name for r in engine._residents}
+        intervals = [
+            replace(x, name="" if x.what == "norm" else names.get(x.name, x.name)) for x in self._host
+        ]
+        assert self._marks is not None
         regions = _regions(engine)
         starts = [start for start, _, _ in regions]
         for c in self._copies:

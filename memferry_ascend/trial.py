@@ -352,8 +352,5 @@ class _Staging:
             at += align(nbytes)
         if self._leaving:
             self._backend.compute.wait(self._done)
-        self._backend.compute.record(self._ready)
-        self._stream.wait(self._ready)
-        self._stream.copy_many(pairs)
-        self._stream.record(self._done)
+        self._stream.copy_behind(self._backend.compute, pairs, self._ready, self._done)
         self._leaving, self._grads, self._nbytes = self._grads, [], 0

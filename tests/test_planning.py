@@ -139,17 +139,31 @@ def test_grouping_moves_the_same_bytes_and_work(seed: int) -> None:
     assert sum(grouped.own_bytes) == sum(profile.own_bytes)
     assert sum(x.t_update for x in grouped.layers) == pytest.approx(sum(x.t_update for x in profile.layers))
 
-    def work(p: Profile) -> float:
-        return sum(x.t_fp + x.t_bp + x.t_gap_fp + x.t_gap_bp for x in p.layers)
+    def work(p: Profile, plan: Plan) -> float:
+        total = 0.0
+        for x, decided in zip(p.layers, plan.layers, strict=True):
+            by_dha = decided.mode is Mode.DHA
+            total += x.t_fp_dha + x.t_bp_dha if by_dha else x.t_fp + x.t_bp
+            total += x.t_gap_fp + x.t_gap_bp
+        return total
 
-    assert work(grouped) == pytest.approx(work(profile))
+    assert work(grouped, in_units) == pytest.approx(work(profile, plan))
     in_units.check_layers([x.name for x in grouped.layers])
 
 
-def test_grouping_is_the_engines() -> None:
-    model = torch.nn.Sequential(*(torch.nn.Linear(600, 600) for _ in range(9)))
+@pytest.mark.parametrize("dha", [(), ("1",), ("9", "11"), ("17",)])
+def test_grouping_is_the_engines(dha: tuple[str, ...]) -> None:
+    model = torch.nn.Sequential()
+    for _ in range(9):
+        model.append(torch.nn.LayerNorm(600))  # small enough to ride along when read by DHA
+        model.append(torch.nn.Linear(600, 600))
     layers = collect(model, "fp32", ())
-    plan = Plan(tuple(LayerPlan(x.name, Mode.DHA if x.name == "4" else Mode.GFGB) for x in layers))
+    plan = Plan(
+        tuple(
+            LayerPlan(x.name, Mode.DHA if x.kind == "LayerNorm" or x.name in dha else Mode.GFGB)
+            for x in layers
+        )
+    )
     theirs = [u.name for u in units(layers, {x.name: x for x in plan.layers})]
     profile = profile_of(
         *(layer(x.name, bytes=sum(p.nbytes for p in x.params), t_fp_dha=1, t_bp_dha=1) for x in layers)

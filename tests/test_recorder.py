@@ -45,8 +45,8 @@ def hooks(engine: mf.Engine) -> list[int]:
 
 def wrapped(engine: mf.Engine) -> list[str]:
     backend = runtime.current().backend
-    targets = [*backend._streams.values(), backend, engine._worker]
-    return [n for t in targets for n in ("copy", "copy_many", "submit", "_at") if n in vars(t)]
+    targets = [*backend._streams.values(), backend, engine._jobs.worker]
+    return [n for t in targets for n in ("copy", "copy_many", "copy_behind", "submit", "_at") if n in vars(t)]
 
 
 def test_off_it_leaves_nothing_behind() -> None:

@@ -89,4 +89,7 @@ def test_a_recording_orders_streams_on_one_clock(mode: Mode, tmp_path: Path) -> 
         assert len(downs) == len(updates) == 3
         for down, update in zip(downs, updates, strict=True):
             assert down.end <= update.end + 1e-3  # host and device clocks agree to better than that
+    uploads = [x for x in found.intervals if x.what == "upload" and x.name]
+    if mode is Mode.GFGB:
+        assert len(uploads) == 3 * len({x.name for x in found.intervals if x.what == "update"})
     assert all(x.end >= x.start >= -1e-3 for x in found.intervals)
