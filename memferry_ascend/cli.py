@@ -28,9 +28,9 @@ COMMANDS = {
         "memferry_ascend.topology.command:register",
         "measure the paths from host memory to each device",
     ),
-    "profile": ("memferry_ascend.planner.command:register_profile", "measure a model's layers and the link"),
+    "profile": ("memferry_ascend.commands:register_profile", "measure a model's layers and the link"),
     "plan": (
-        "memferry_ascend.planner.command:register_plan",
+        "memferry_ascend.commands:register_plan",
         "make a plan from a profile and predict its time",
     ),
     "train": ("memferry_ascend.train.command:register", "train a byte-level GPT on text"),

@@ -174,6 +174,7 @@ class Engine:
             grad = self._grads_before[p.index]
             if grad is not None and p.trainable:
                 p.param.grad = grad.to(backend.device, p.dtype)
+        self.recorder.attach(self, layers)
 
     def _install_windows(self) -> None:
         for window in self._windows:

@@ -15,7 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,8 +25,10 @@ from memferry_ascend.backends.base import Backend, Compute, Event, HostSlab, Str
 from memferry_ascend.errors import FerryError
 from memferry_ascend.hostupdate import Hypers, NativeUpdate, UnitUpdate
 from memferry_ascend.layers import Param
-from memferry_ascend.recorder import Recorder
 from memferry_ascend.worker import Priority, Worker
+
+if TYPE_CHECKING:
+    from memferry_ascend.recorder import Recorder
 
 Fold = tuple[torch.Tensor, torch.Tensor, bool]
 """fp32 sum, gradient, and whether the gradient is the first of the sum; flat host tensors."""
@@ -287,10 +289,12 @@ class NativeJobs(Jobs):
         assert _FOLD.itemsize == _ops.FOLD_BYTES
         assert _PIECE.itemsize == _ops.PIECE_BYTES
         self._ops = _ops
-        self._units = units
+        self.units = units
         self.worker = _ops.Worker(driver, 2 * units + 1)
         self._backend = backend
         self._tickets = [0] * units
+        self.observe: Callable[[Upload], tuple[int, int]] | None = None
+        """While somebody records: gives the handles of two timing events to record around an upload."""
         self._flags: HostSlab | None = None
         self._host_flags = self._device_flags = 0
         if backend.device_waits:
@@ -314,10 +318,10 @@ class NativeJobs(Jobs):
             _FOLD,
         )
         handles = [event.handle for event in waits]
-        self._call("fold", self._units + unit, Priority.FOLD, handles, table.ctypes.data, len(table))
+        self._call("fold", self.units + unit, Priority.FOLD, handles, table.ctypes.data, len(table))
 
     def wait_folds(self, unit: int) -> None:
-        self._call("wait", self._units + unit)
+        self._call("wait", self.units + unit)
 
     def norm(self, waits: Sequence[Event], pieces: Sequence[tuple[int, torch.Tensor]], limit: float) -> Any:
         scale = self._ops.Scale()
@@ -326,12 +330,12 @@ class NativeJobs(Jobs):
         )
         handles = [event.handle for event in waits]
         self._call(
-            "norm", 2 * self._units, Priority.NORM, handles, table.ctypes.data, len(table), limit, scale
+            "norm", 2 * self.units, Priority.NORM, handles, table.ctypes.data, len(table), limit, scale
         )
         return scale
 
     def wait_norm(self) -> None:
-        self._call("wait", 2 * self._units)
+        self._call("wait", 2 * self.units)
 
     def update(
         self,
@@ -349,7 +353,7 @@ class NativeJobs(Jobs):
     ) -> None:
         assert isinstance(update, NativeUpdate) and before is None
         address, count = update.prepare(part, summed, hypers)
-        row = (0,) * 6
+        row = (0,) * 8
         if upload is not None:
             row = (
                 upload.dst.data_ptr(),
@@ -358,6 +362,7 @@ class NativeJobs(Jobs):
                 upload.stream.handle,
                 upload.after.handle if upload.after is not None else 0,
                 upload.done.handle,
+                *(self.observe(upload) if self.observe is not None else (0, 0)),
             )
         self._tickets[unit] += 1
         at = 64 * unit

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memferry_ascend import profile_plan, profiler
 from memferry_ascend.backends.base import Backend
 from memferry_ascend.config import Config
 from memferry_ascend.errors import FerryError
@@ -14,6 +15,9 @@ from memferry_ascend.layers import Layer
 from memferry_ascend.planner.plan import LayerPlan, Mode, Plan
 from memferry_ascend.planner.profile import Profile
 from memferry_ascend.runtime import Runtime
+
+DEVICE_MARGIN = 0.05
+"""Share of the free device memory that no plan takes: fragmentation, and what other libraries allocate."""
 
 _GATHERS = (nn.Embedding, nn.EmbeddingBag)
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.RMSNorm)
@@ -76,7 +80,28 @@ def choose_plan(
     if plan is not None:
         check_plan(plan, layers)
         return None, plan
-    return None, rule_plan(layers, runtime.backend)
+    if sample_batch is None or config.planner == "rules":
+        return None, rule_plan(layers, runtime.backend)
+    measured = profiler.measure(model, layers, optimizer, runtime, config, sample_batch)
+    return measured.profile, measured_plan(measured.profile, layers, config, runtime.backend)
+
+
+def measured_plan(profile: Profile, layers: list[Layer], config: Config, backend: Backend) -> Plan:
+    """The plan of `config.planner` ("search" or "paper") for a measured profile, in the order of `layers`. Without
+    `device_memory` the budget is what is free on the device less a margin."""
+    budget = config.device_bytes
+    if budget is None and config.planner == "search":
+        budget = int(backend.memory_stats().free * (1 - DEVICE_MARGIN))
+    plan = profile_plan.plan_profile(
+        profile,
+        config.planner,
+        device_memory=budget,
+        reserve=config.reserve,
+        update=config.update,
+        accumulate=config.accumulate,
+        direct_kinds=backend.capabilities().direct_kinds,
+    )
+    return profile_plan.ordered(plan, [layer.name for layer in layers])
 
 
 def check_plan(plan: Plan, layers: list[Layer]) -> None:

@@ -66,7 +66,9 @@ void Worker::run(Job& job) {
     if (job.upload.stream) {
         const Upload& u = job.upload;
         if (u.after) driver_->wait(u.stream, u.after);
+        if (u.begin) driver_->record(u.begin, u.stream);
         driver_->copy(u.copy, Direction::HostToDevice, u.stream);
+        if (u.end) driver_->record(u.end, u.stream);
         driver_->record(u.done, u.stream);
     }
     raise_flag(job, false);

@@ -39,6 +39,7 @@ struct Scale {
 struct Upload {
     Copy copy{0, 0, 0};
     uint64_t stream = 0, after = 0, done = 0;
+    uint64_t begin = 0, end = 0;  // timing events around the copy, while somebody records
 };
 
 // A word of mapped memory that says how many updates of a unit are complete, for streams to wait on.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +13,16 @@ from memferry_ascend import runtime
 torch.set_num_threads(1)  # the models here are tiny: more threads only wait for each other
 
 
+@pytest.fixture(scope="session")
+def profile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Never the user's; shared by the session, so that one model is measured once."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(autouse=True)
-def fresh_runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh_runtime(monkeypatch: pytest.MonkeyPatch, profile_cache: Path) -> Iterator[None]:
     monkeypatch.delenv("MEMFERRY_BACKEND", raising=False)
+    monkeypatch.setenv("MEMFERRY_CACHE", str(profile_cache))
     torch.manual_seed(0)
     yield
     runtime.reset()

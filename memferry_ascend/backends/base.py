@@ -17,6 +17,7 @@ stream blocks the caller, which is the same promise.
 
 from __future__ import annotations
 
+import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -200,6 +201,10 @@ class Backend(ABC):
     @abstractmethod
     def memory_stats(self) -> MemoryStats: ...
 
+    def allocated_bytes(self) -> int:
+        """`memory_stats().allocated`, where it can be had for less: the recorder asks at every mark."""
+        return self.memory_stats().allocated
+
     @abstractmethod
     def reset_peak(self) -> None: ...
 
@@ -237,6 +242,15 @@ class Backend(ABC):
     # -- what it can do --------------------------------------------------------------------------------------------
     @abstractmethod
     def capabilities(self) -> Capabilities: ...
+
+    def identity(self) -> dict[str, str]:
+        """What measurements on this device depend on: a profile is only used again where all of it is equal."""
+        return {
+            "backend": self.name,
+            "device": str(self.device),
+            "system": platform.release(),
+            "about": "; ".join(self.capabilities().notes),
+        }
 
     def relay(self, *args: object, **kwargs: object) -> object:
         """Copy host memory to this device through a peer's buffer (paper section IV-E)."""

@@ -166,6 +166,11 @@ class CudaCompute(Compute):
         torch.cuda.current_stream(self._device).synchronize()
 
 
+def _driver_version() -> str:
+    version = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return str(version()) if version is not None else "unknown"
+
+
 class CudaBackend(Backend):
     """One CUDA device."""
 
@@ -293,6 +298,9 @@ class CudaBackend(Backend):
             free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device),
         )
 
+    def allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -308,6 +316,9 @@ class CudaBackend(Backend):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def identity(self) -> dict[str, str]:
+        return {**super().identity(), "driver": _driver_version()}
 
     def capabilities(self) -> Capabilities:
         peers = sum(

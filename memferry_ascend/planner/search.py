@@ -40,12 +40,14 @@ def search(
     accumulate: int = 1,
     state_bytes: int = STATE_BYTES,
     effort: float = 1.0,
+    device_updates: bool = True,
 ) -> Plan:
     """The fastest plan found that needs at most `device_memory` bytes on the device.
 
     device_memory: bytes; None = no limit is known: parameters may stay on the device, as in the paper, but
     optimizer state stays on the host. update: "step" or "backward", as for simulate. slots, accumulate,
     state_bytes: as for device_bytes. effort: multiplies the work allowed; at 1, 400 layers take seconds.
+    device_updates: False = no layer may be updated on the device, whatever the budget (an engine that cannot).
 
     Starts from the paper's plan, all GFGB, all STREAM, the smallest plan, and what fits of each laid over
     the smallest; climbs by changing blocks of layers as long as the estimate without contention improves,
@@ -63,7 +65,7 @@ def search(
     if not effort > 0:
         raise ValueError(f"effort multiplies the work allowed and must be > 0, found {effort}")
     paper = plan_backward(profile, plan_forward(profile))
-    found = _Search(profile, device_memory, update, slots, accumulate, state_bytes, effort)
+    found = _Search(profile, device_memory, update, slots, accumulate, state_bytes, effort, device_updates)
     return found.go(decisions(paper)).plan(paper)
 
 
@@ -77,11 +79,12 @@ class _Search:
         accumulate: int,
         state_bytes: int,
         effort: float,
+        device_updates: bool,
     ) -> None:
         self.profile, self.budget, self.update, self.slots = profile, budget, update, slots
         self.accumulate, self.state_bytes = accumulate, state_bytes
         self.estimate = Estimate(profile, slots)
-        self.choices = Choices(profile, device_updates=budget is not None)
+        self.choices = Choices(profile, device_updates=device_updates and budget is not None)
         count = len(profile.layers)
         self.estimates_left = max(int(effort * ESTIMATE_WORK / count), 200)
         self.simulations_left = max(int(effort * SIMULATE_WORK[update] / count), 20)

@@ -22,6 +22,9 @@ from memferry_ascend.train import checkpoints, data, engines, metrics, models, p
 from memferry_ascend.train.options import TrainOptions
 from memferry_ascend.train.screen import Screen
 
+RECORDED = 4
+"""Steps that are recorded at the beginning, when the first one is over, and again at the end."""
+
 Arm = Callable[[nn.Module, torch.optim.Optimizer, data.Batch, TrainOptions], engines.Engine]
 
 
@@ -125,6 +128,7 @@ class Run:
         torch.manual_seed(options.seed)
         self.engine = arm(model, optimizer, next(self._micro_batches(self._batch(0))), options)
         self.device = next(self.engine.model.parameters()).device
+        self._first = self.step
         try:
             if state:
                 self.engine.load_state_dict(state["engine"])
@@ -175,6 +179,7 @@ class Run:
         with metrics.MetricsFile(path) as log:
             while self.step < self.options.steps:
                 lr = float(self.schedule.get_last_lr()[0])
+                self._record_now()
                 began = time.perf_counter()
                 loss, stopping = self.world.mean(self._train_step(), bool(stop.signal))
                 seconds = time.perf_counter() - began
@@ -196,6 +201,16 @@ class Run:
                 if stopping and not last:
                     return True
         return False
+
+    def _record_now(self) -> None:
+        """Record a few early steps, so that a stopped run has a trace, and the last ones, which replace them."""
+        recorder = getattr(self.engine, "recorder", None)
+        if recorder is None:
+            return
+        if self.step in (self._first + 1, max(self._first + 1, self.options.steps - RECORDED)):
+            recorder.start()
+        elif recorder.enabled and self.step == self._first + 1 + RECORDED:
+            recorder.stop()
 
     def _train_step(self) -> torch.Tensor:
         """One update. Returns this rank's mean loss, on the device: reading it waits for the backward."""
@@ -281,10 +296,10 @@ class Run:
         self.engine.synchronize()
         records = metrics.read(self.out / "metrics.jsonl")
         notes = [plots.save_loss(self.out / "loss.png", records, self.entropy)]
-        if hasattr(self.engine.plan, "save"):
-            self.engine.plan.save(self.out / "plan.json")
         if hasattr(getattr(self.engine, "recorder", None), "save"):
-            self.engine.recorder.save(self.out)  # type: ignore[attr-defined]
+            notes += self.engine.recorder.save(self.out)  # type: ignore[attr-defined]
+        if hasattr(self.engine.plan, "save"):  # after the recording: the plan then says what it measured
+            self.engine.plan.save(self.out / "plan.json")
         held_out = [r["held_out"] for r in records if "held_out" in r]
         seconds = sum(1 / r["tokens_per_s"] for r in records)
         summary = {
@@ -305,7 +320,7 @@ class Run:
         return summary
 
     def _paths(self) -> dict[str, str]:
-        names = ("metrics.jsonl", "loss.png", "plan.json", "trace.json", "timeline.png")
+        names = ("metrics.jsonl", "loss.png", "plan.json", "profile.json", "trace.json", "timeline.png")
         found = {name.partition(".")[0]: str(self.out / name) for name in names if (self.out / name).exists()}
         newest = checkpoints.latest(self.folder)
         return {"out": str(self.out)} | found | ({"checkpoint": str(newest)} if newest else {})
