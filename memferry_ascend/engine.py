@@ -368,6 +368,9 @@ class Engine:
         self._gradients.discard()
         watching = self._guard.active
         self._guard.off()  # it would look at every `p.grad` below
+        early = {
+            id(ug) for ug in self._updating
+        }  # updated during the backward pass: the coming step counts them
         for ug in self._gradients.units:
             for s in ug.states:
                 if s.p.param.grad is not None:
@@ -377,7 +380,7 @@ class Engine:
                         s.p.param.grad.zero_()
                 elif not set_to_none:
                     s.zeroed = True
-                elif s.arrivals and s.published is None and self.config.update == "step":
+                elif s.arrivals and s.published is None and id(ug) not in early:
                     s.arrivals = s.folded = 0
         if watching:
             self._guard.on()

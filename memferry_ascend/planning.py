@@ -10,7 +10,7 @@ from torch import nn
 from memferry_ascend import profile_plan, profiler
 from memferry_ascend.backends.base import Backend
 from memferry_ascend.config import Config
-from memferry_ascend.errors import FerryError
+from memferry_ascend.errors import ConfigError, FerryError
 from memferry_ascend.layers import Layer
 from memferry_ascend.planner.plan import LayerPlan, Mode, Plan
 from memferry_ascend.planner.profile import Profile
@@ -76,7 +76,12 @@ def choose_plan(
         FerryError: a given plan is of another model.
     """
     if plan is None and config.planner not in ("search", "paper", "rules"):
-        plan = Plan.load(config.planner)
+        try:
+            plan = Plan.load(config.planner)
+        except (OSError, ValueError) as e:
+            raise ConfigError(
+                f'Config.planner: expected "search", "paper", "rules" or a plan file: {e}'
+            ) from e
     if plan is not None:
         check_plan(plan, layers)
         return None, plan

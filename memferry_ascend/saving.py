@@ -165,7 +165,12 @@ class Save:
     def _write(self) -> None:
         try:
             with files.replacing(self.path) as stream:
-                self._fill(TorchFile(stream))
+                out = TorchFile(stream)
+                try:
+                    self._fill(out)
+                except BaseException:
+                    out.abandon()
+                    raise
             if self._then is not None:
                 self._then()
         except BaseException as error:

@@ -75,6 +75,10 @@ class TorchFile:
         self._record("version", b"3\n")
         self._zip.close()
 
+    def abandon(self) -> None:
+        """Writing has failed: let the stream alone from now on (a ZipFile would go on writing when it is collected)."""
+        self._zip.fp = None
+
     def _record(self, name: str, data: bytes | memoryview) -> None:
         info = zipfile.ZipInfo(f"archive/{name}")
         pad = -(self._stream.tell() + _LOCAL_HEADER + len(info.filename) + 4) % _ALIGNMENT

@@ -18,6 +18,7 @@ import torch
 
 from memferry_ascend import files, torchfile
 from memferry_ascend.errors import ConfigError, FerryError
+from memferry_ascend.train.options import FIELDS
 
 _COMPLETE = re.compile(r"step-(\d+)")
 _TEMPORARY = ".tmp-"
@@ -132,6 +133,28 @@ def load(checkpoint: Path, *, tensors: bool = True) -> tuple[dict[str, Any], dic
             f"--resume {checkpoint.parent}/step-N"
         ) from error
     return state, meta
+
+
+def options_of(checkpoint: Path) -> dict[str, Any]:
+    """The options of the run that wrote a checkpoint. Raises FerryError when another version wrote it."""
+    meta = load(checkpoint, tensors=False)[1]
+    options = meta.get("options") if isinstance(meta, dict) else None
+    if not isinstance(options, dict):
+        raise FerryError(f"{checkpoint}/meta.json holds no options: it is of another program or version")
+    unknown = sorted(set(options) - set(FIELDS))
+    if unknown:
+        raise FerryError(
+            f"{checkpoint} was written by another version: it has the options {', '.join(unknown)}, unknown here"
+        )
+    return options
+
+
+def training_state(checkpoint: Path) -> dict[str, Any]:
+    """The state that a run goes on from: "engine" and "rng". Raises FerryError when it is damaged or another's."""
+    state = load(checkpoint)[0]
+    if not isinstance(state, dict) or not {"engine", "rng"} <= set(state):
+        raise FerryError(f'{checkpoint}/state.pt is no training state: expected "engine" and "rng" in it')
+    return state
 
 
 def remove(checkpoint: Path) -> None:

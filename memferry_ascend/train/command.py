@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace, arm: Arm = engines.arm) -> tuple[int, dic
     given = {k: v for k, v in vars(arguments).items() if k in train_options.FIELDS}
     from_file = train_options.read_yaml(arguments.config) if arguments.config else {}
     resume = checkpoints.find(arguments.resume) if arguments.resume else None
-    resumed = checkpoints.load(resume, tensors=False)[1]["options"] if resume else {}
+    resumed = checkpoints.options_of(resume) if resume else {}
     options = train_options.resolve(given, from_file, resumed)
     if resumed and shape_of(options.model, options.context) != shape_of(resumed["model"], resumed["context"]):
         raise ConfigError(

@@ -122,7 +122,7 @@ class Run:
             raise ConfigError(
                 f"{out} already holds a run: give another --out, --overwrite, or --resume {out}"
             )
-        state = checkpoints.load(resume)[0] if resume else {}
+        state = checkpoints.training_state(resume) if resume else {}
         model = models.build(self.shape, options.seed)
         optimizer = make_optimizer(model, options)
         torch.manual_seed(options.seed)
