@@ -113,18 +113,23 @@ class CudaStream(Stream):
     def _rows(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> tuple[list[tuple[int, int, int]], int]:
-        """(destination, source, bytes) of each copy, and the direction they share."""
+        """(destination, source, bytes) of each copy, and the direction they share. On the path of every gradient."""
+        up = not pairs[0][1].is_cuda
+        down = not pairs[0][0].is_cuda
+        check = self._backend.check_address
         rows = []
         for dst, src in pairs:
-            if dst.nbytes != src.nbytes or not (dst.is_contiguous() and src.is_contiguous()):
+            to, from_, nbytes = dst.data_ptr(), src.data_ptr(), src.nbytes
+            if dst.nbytes != nbytes or not (dst.is_contiguous() and src.is_contiguous()):
                 raise FerryError(
-                    f"copy: expected contiguous tensors of equal size, got {dst.nbytes} <- {src.nbytes} bytes"
+                    f"copy: expected contiguous tensors of equal size, got {dst.nbytes} <- {nbytes} bytes"
                 )
-            rows.append((dst.data_ptr(), src.data_ptr(), dst.nbytes))
-            self._backend.check_registered(dst)
-            self._backend.check_registered(src)
-        dst, src = pairs[0]
-        return rows, 1 if not src.is_cuda else 3 if dst.is_cuda else 2
+            if up:
+                check(from_, nbytes)
+            if down:
+                check(to, nbytes)
+            rows.append((to, from_, nbytes))
+        return rows, 1 if up else 2 if down else 3
 
     def record(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
@@ -269,14 +274,16 @@ class CudaBackend(Backend):
         Raises:
             FerryError: says where the memory should have come from.
         """
-        if t.device.type != "cpu":
-            return
-        first = t.data_ptr()
+        if t.device.type == "cpu":
+            self.check_address(t.data_ptr(), t.nbytes)
+
+    def check_address(self, first: int, nbytes: int) -> None:
+        """The same for `nbytes` of host memory from address `first`."""
         at = bisect.bisect(self._starts, first) - 1
-        if at < 0 or first + t.numel() * t.element_size() > self._ends[at]:
+        if at < 0 or first + nbytes > self._ends[at]:
             raise FerryError(
-                f"copy: host tensor of {sizes.fmt(t.numel() * t.element_size())} is not in registered memory; expected "
-                "memory from alloc_host(mapped=True)"
+                f"copy: host tensor of {sizes.fmt(nbytes)} is not in registered memory; expected memory from "
+                "alloc_host(mapped=True)"
             )
 
     def alloc_device(self, nbytes: int) -> torch.Tensor:
