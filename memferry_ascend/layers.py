@@ -153,9 +153,10 @@ class Unit:
         return sum(p.nbytes for p in self.params)
 
 
-SMALLEST_UNIT = 4 << 20
+SMALLEST_UNIT = 12 << 20
 LARGEST_UNIT = 64 << 20
-"""Bytes. A copy reaches 90 % of the link from 4 MiB on; above 64 MiB a unit only delays its first layer."""
+"""Bytes. A copy reaches 90 % of the link from 4 MiB on, but every unit costs the launching thread about 0.25 ms a pass
+(docs/notes.md); above 64 MiB a unit only delays its first layer."""
 
 TINY = 64 << 10
 """Bytes. A DHA layer up to this size rides along: copying it takes less than starting a job for it."""
