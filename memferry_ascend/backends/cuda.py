@@ -206,9 +206,11 @@ class CudaBackend(Backend):
         self.device_waits = self._can_wait()
 
     def _can_wait(self) -> bool:
-        """Try it: a word written and awaited in stream order. MEMFERRY_HOST_WAITS=1 turns it off."""
+        """Try it: a word written and awaited in stream order. Only with MEMFERRY_DEVICE_WAITS=1: a host call that
+        synchronises the context (the first launch of a kernel under lazy loading) then blocks the worker that the
+        device waits for, and training hung on an H200 (docs/notes.md)."""
         if (
-            os.environ.get("MEMFERRY_HOST_WAITS") == "1"
+            os.environ.get("MEMFERRY_DEVICE_WAITS") != "1"
             or self._driver is None
             or not self._driver.has_values()
         ):
