@@ -7,6 +7,7 @@ so a whole unit moves in one copy; state arrays (remainder, moments, fp32 accumu
     kind     dtype          mapped   bytes per parameter (bf16 / fp32)
     param    device dtype   yes      2 / 4    bf16: the upper half of the fp32 master
     grad     device dtype   yes      2 / 4
+    shared   device dtype   yes      2 / 4    instead of `param`, once per node, where several ranks read one memory
     lo       int16          no       2 / 0    the master's remainder
     m, v     float32        no       4 + 4    AdamW's moments (other optimizers keep their own state)
     master   float32        no       4 / 0    instead of `lo`, for optimizers without a native kernel
@@ -64,6 +65,14 @@ class Region:
         self.device = None if slab.device is None else slab.device[start : start + nbytes]
         self.nbytes = nbytes
 
+    def part(self, first: int, last: int) -> Region:
+        """Bytes `first` to `last` of this region, as a region."""
+        out = object.__new__(Region)
+        out.host = self.host[first:last]
+        out.device = None if self.device is None else self.device[first:last]
+        out.nbytes = last - first
+        return out
+
 
 class Arena:
     """Allocates regions from slabs of at least `CHUNK` bytes, and counts every byte it took.
@@ -71,8 +80,11 @@ class Arena:
     `limit` (bytes) is checked before each slab. Nothing is freed before `close`.
     """
 
-    def __init__(self, backend: Backend, limit: int | None = None) -> None:
+    def __init__(self, backend: Backend, limit: int | None = None, shared: str = "") -> None:
         self._backend = backend
+        self._shared = shared
+        self.shared_names: list[str] = []
+        """Names of the slabs of kind "shared": all ranks of a node ask for the same ones in the same order."""
         self._limit = limit
         self._slabs: list[tuple[str, HostSlab]] = []
         self._open: dict[str, tuple[HostSlab, int]] = {}
@@ -96,7 +108,11 @@ class Arena:
                     f"host memory: the arena holds {sizes.fmt(self.nbytes)} ({named}) and needs "
                     f"{sizes.fmt(size)} more for {kind}, over the limit of {sizes.fmt(self._limit)}"
                 )
-            slab, used = self._backend.alloc_host(size, mapped=mapped), 0
+            name = None
+            if kind == "shared":
+                name = f"{self._shared}-{len(self.shared_names)}"
+                self.shared_names.append(name)
+            slab, used = self._backend.alloc_host(size, mapped=mapped, shared=name), 0
             self._slabs.append((kind, slab))
             self.bytes_by_kind[kind] = self.bytes_by_kind.get(kind, 0) + size
         self._open[kind] = (slab, used + nbytes)

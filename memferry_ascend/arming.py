@@ -110,8 +110,10 @@ def get_master(memory: UnitMemory, p: Param) -> torch.Tensor:
     return memory.host_param(p).clone()
 
 
-def make_updates(memories: list[UnitMemory], optimizer: torch.optim.Optimizer) -> dict[int, UnitUpdate]:
-    """The host update of each unit that has trainable parameters, by unit index."""
+def make_updates(
+    memories: list[UnitMemory], optimizer: torch.optim.Optimizer, *, load: bool = True
+) -> dict[int, UnitUpdate]:
+    """The host update of each unit that has trainable parameters, by unit index, with the optimizer's state if `load`."""
     out: dict[int, UnitUpdate] = {}
     native = is_native(optimizer)
     scratch = None if native else Scratch(max((m.layout.elements for m in memories), default=0))
@@ -126,7 +128,7 @@ def make_updates(memories: list[UnitMemory], optimizer: torch.optim.Optimizer) -
             assert scratch is not None
             update = TorchUpdate(memory, params, optimizer, scratch)
         for p in params:
-            if optimizer.state.get(p.param):
+            if load and optimizer.state.get(p.param):
                 update.check_state(p, optimizer.state[p.param])
                 update.load_state(p, optimizer.state[p.param])
         out[memory.unit.index] = update

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from memferry_ascend import arming
 from memferry_ascend.errors import FerryError
 from memferry_ascend.windows import Hook
 
@@ -39,7 +38,7 @@ def unit_state(engine: Engine, r: Resident) -> tuple[dict[str, torch.Tensor], di
     model: dict[str, torch.Tensor] = {}
     optimizer: dict[str, dict[str, Any]] = {}
     for p in r.unit.params:
-        value = arming.get_master(r.memory, p)
+        value = r.master(p)
         for name in (p.name, *p.aliases):
             model[name] = value
         if p.trainable:
@@ -123,11 +122,10 @@ def load_state_dict(engine: Engine, state: Mapping[str, Any]) -> None:
             if p.trainable:
                 engine._updates[r.unit.index].check_state(p, moments.get(p.name, {}))
     groups = _groups_for(engine, state)
-    engine.settle()
-    with torch.no_grad():
+    with torch.no_grad(), engine._writing():
         for r in engine._residents:
             for p in r.unit.params:
-                arming.set_master(r.memory, p, values[p.name])
+                r.set_master(p, values[p.name])
                 if p.trainable and "optimizer" in state:
                     engine._updates[r.unit.index].load_state(p, moments.get(p.name, {}))
         for name, buffer in buffers.items():
@@ -179,7 +177,7 @@ def reconcile(engine: Engine, before: list[torch.Tensor]) -> None:
     for r, old in zip(engine._residents, before, strict=True):
         for p in r.unit.params:
             if p.param.data_ptr() != r.memory.device_param(p).data_ptr():  # `p.data = x`
-                arming.set_master(r.memory, p, p.param.detach().cpu())
+                r.set_master(p, p.param.detach().cpu())
                 continue
             if not p.trainable or p.dtype is not torch.bfloat16:
                 continue

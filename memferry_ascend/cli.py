@@ -62,10 +62,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"memferry: {str(interrupt) or 'interrupted'}", file=sys.stderr)
         return INTERRUPTED
     except (FerryError, OSError) as error:
+        _tell_other_ranks(error)
         if os.environ.get("MEMFERRY_DEBUG") == "1":
             raise
         print(f"memferry: {_sentence(error)}", file=sys.stderr)
         return USAGE_ERROR
+
+
+def _tell_other_ranks(error: Exception) -> None:
+    """Under torchrun: let the others say why they stop, too."""
+    runtime = sys.modules.get("memferry_ascend.runtime")
+    if runtime is not None:
+        runtime.announce(error)
 
 
 def _dispatch(words: list[str]) -> int:

@@ -61,6 +61,7 @@ class Clipper:
             )
         if not self._gradients.publishes:
             raise FerryError('clip_grad_norm_ needs update="step"; with "backward" set Config.max_grad_norm')
+        self._gradients.finish("clip_grad_norm_")
         self._backend.compute.synchronize()
         self._asked = self._norm(self._gradients.collect(), [], max_norm)
         self._jobs.wait_norm()

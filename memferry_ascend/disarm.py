@@ -53,7 +53,7 @@ def close(engine: Engine) -> BaseException | None:
     for r in engine._residents:  # the parameters first, then what must not be in memory twice at once
         for p in r.unit.params:
             p.param.grad = None
-            p.param.data = arming.get_master(r.memory, p).to(engine._dtypes[p.index])
+            p.param.data = r.last_value(p).to(engine._dtypes[p.index])
     for r in engine._residents:  # a graph that is still around must raise, not read what is given back here
         r.generation += 1
     torch.autograd.graph.increment_version([p.param for p in engine._params])

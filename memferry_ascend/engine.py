@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from memferry_ascend import arming, checkpoint, disarm, hostmath, limits, saving
+from memferry_ascend import arming, checkpoint, disarm, hostmath, limits, saving, sharded
 from memferry_ascend.arena import Arena, UnitMemory
 from memferry_ascend.backends.base import Event
 from memferry_ascend.clipping import Clipper
@@ -88,17 +88,30 @@ class Engine:
         arming.assign_groups(self._params, optimizer)
         if not any(p.trainable for p in self._params):
             raise FerryError("ferry: expected at least one trainable parameter, all are frozen")
+        ranks = runtime.ranks
+        if ranks is not None:
+            sharded.meet(ranks, layers, model, optimizer, config, plan)
         self.profile, self.plan = choose_plan(plan, layers, model, optimizer, runtime, config, sample_batch)
+        if ranks is not None:
+            self.plan = sharded.choose(ranks, plan, self.plan)
         by_name = {lp.name: lp for lp in self.plan.layers}
         self._units = units(layers, by_name, alone=arming.distant(layers))
         native = is_native(optimizer)
-        need = limits.arena_bytes(self._units, native, config.accumulate)
-        limits.check_host(need | limits.state_bytes(self._units, optimizer), config.host_bytes)
-        limits.check_locked(need, backend.locked_memory_limit())
-        limits.check_device(self._units, backend)
-        self._arena = Arena(backend, config.host_bytes)
         self.recorder = Recorder(backend)
-        self._jobs = make_jobs(backend, len(self._units), self.recorder, native)
+        self._parallel: sharded.DataParallel | None = None
+        limits.check_device(self._units, backend)
+        if ranks is None:
+            need = limits.arena_bytes(self._units, native, config.accumulate)
+            limits.check_host(need | limits.state_bytes(self._units, optimizer), config.host_bytes)
+            limits.check_locked(need, backend.locked_memory_limit())
+            self._arena = Arena(backend, config.host_bytes)
+            self._jobs = make_jobs(backend, len(self._units), self.recorder, native)
+        else:
+            need = sharded.need(self._units, ranks, optimizer, config)
+            limits.check_locked(need, backend.locked_memory_limit())
+            self._arena = Arena(backend, config.host_bytes, sharded.token(ranks))
+            self._parallel = sharded.DataParallel(ranks, self._units, backend, self.recorder)
+            self._jobs = self._parallel.jobs
         self._closed = self._tidied = False
         self._memories: list[UnitMemory] = []
         self._originals: dict[int, torch.Tensor] = {}
@@ -110,6 +123,8 @@ class Engine:
         try:
             self._arm(layers, optimizer, native)
         except BaseException:
+            if self._parallel is not None:
+                self._parallel.quiesce()
             disarm.undo(self)
             raise
         self._originals, self._grads_before = {}, {}
@@ -118,17 +133,22 @@ class Engine:
     # -- arming --------------------------------------------------------------------------------------------------------
     def _arm(self, layers: list[Any], optimizer: torch.optim.Optimizer, native: bool) -> None:
         backend, config = self._backend, self.config
-        memories = self._memories
-        arming.fill(self._units, self._arena, native, memories, self._originals)
+        parallel, memories = self._parallel, self._memories
         arming.move_buffers(self.model, backend.device)
         self._ring = arming.make_ring(self._units, backend)
-        self._residents = [
-            Resident(u, m, backend, self._jobs, self._ring)
-            for u, m in zip(self._units, memories, strict=True)
-        ]
+        if parallel is None:
+            arming.fill(self._units, self._arena, native, memories, self._originals)
+            self._residents = [
+                Resident(u, m, backend, self._jobs, self._ring)
+                for u, m in zip(self._units, memories, strict=True)
+            ]
+            self._updates = arming.make_updates(memories, optimizer)
+        else:
+            self._residents, self._updates = parallel.arm(
+                self._units, self._arena, native, self._ring, optimizer
+            )
         if self._ring is not None:
             self._ring.arrange([r for r in self._residents if r.ring is not None])
-        self._updates = arming.make_updates(memories, optimizer)
         self._resident_of: dict[int, Resident] = {}
         for r in self._residents:
             r.upload()
@@ -137,7 +157,8 @@ class Engine:
             r.bind_rest()
         backend.synchronize()
         early = config.update == "backward" and config.max_grad_norm is None
-        self._gradients = Gradients(
+        make = Gradients if parallel is None else parallel.make_gradients
+        self._gradients = make(
             self._residents,
             self._arena,
             backend,
@@ -201,6 +222,8 @@ class Engine:
                 "autocast with its weight cache would keep copies of parameters; ferry trains in bf16 already: leave "
                 "autocast out, or pass cache_enabled=False"
             )
+        if torch.is_grad_enabled():
+            self._gradients.finish("forward")
         for r in self._unread:
             r.wait()
         if not self._traced and self._tracer is None:
@@ -287,6 +310,7 @@ class Engine:
         check_trainable(self._params)
         self._guard.off()
         self._integrity.check()
+        self._gradients.finish("step")
         early, self._updating = self._updating, []
         done = {id(ug) for ug in early}
         parts = [(ug, part) for ug, part in self._gradients.collect() if id(ug) not in done]
@@ -305,6 +329,9 @@ class Engine:
         scale = self._clipper.begin(parts, self._step_events[turn])
         for ug, part in parts:
             self._hand_over(ug, part, hypers, scale, self._step_events[turn])
+        if self._parallel is not None:
+            changed = [ug.resident for ug in early] + [ug.resident for ug, _ in parts]
+            self._parallel.spread(changed, self._step_events[turn])
         self._step_tickets[turn] = [
             (ug.resident.unit.index, self._jobs.ticket(ug.resident.unit.index)) for ug, _ in parts
         ]
@@ -368,20 +395,7 @@ class Engine:
         self._gradients.discard()
         watching = self._guard.active
         self._guard.off()  # it would look at every `p.grad` below
-        early = {
-            id(ug) for ug in self._updating
-        }  # updated during the backward pass: the coming step counts them
-        for ug in self._gradients.units:
-            for s in ug.states:
-                if s.p.param.grad is not None:
-                    if set_to_none:
-                        s.p.param.grad = None
-                    else:
-                        s.p.param.grad.zero_()
-                elif not set_to_none:
-                    s.zeroed = True
-                elif s.arrivals and s.published is None and id(ug) not in early:
-                    s.arrivals = s.folded = 0
+        self._gradients.zero(set_to_none, self._updating)
         if watching:
             self._guard.on()
 
@@ -410,6 +424,10 @@ class Engine:
         """Change parameters in place: inside, they are the arena's; on leaving, edited masters are exactly what was
         written and device copies are refreshed. Untouched parameters keep the low half of their masters."""
         self._check_open()
+        if self._parallel is not None:
+            with self._parallel.edit(self) as model:
+                yield model
+            return
         self.settle()
         before = [r.region.clone() for r in self._residents]
         for r in self._residents:
@@ -420,9 +438,29 @@ class Engine:
             self._backend.compute.synchronize()
             checkpoint.reconcile(self, before)
 
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this block keep their gradients on this rank, as fp32 sums in host memory (4 bytes a parameter
+        on every rank), and the next backward outside it, or the step, exchanges all at once. One rank: no effect.
+        Only with update="step"."""
+        self._check_open()
+        with self._gradients.no_sync():
+            yield
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """The arena is about to be written from the user's thread."""
+        if self._parallel is None:
+            self.settle()
+            yield
+        else:
+            with self._parallel.writing(self.synchronize):
+                yield
+
     def state_dict(self) -> dict[str, Any]:
         """Masters (fp32), buffers, optimizer state and counters under the original names; plain tensors and numbers,
-        copies of their own. Loads into another plan, budget or precision."""
+        copies of their own. Loads into another plan, budget, precision or number of ranks. With several ranks all of
+        them call, and each gets everything; `distributed_checkpoint` writes without that."""
         return checkpoint.state_dict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -460,11 +498,15 @@ class Engine:
             "m": "first moments",
             "v": "second moments",
             "acc": "fp32 gradient sums",
+            "shared": "parameters, one memory for all ranks of the node",
+            "unsynced": "gradient sums under no_sync",
         }
         rows = [("host", names.get(k, k), v) for k, v in self._arena.bytes_by_kind.items()]
         buffers = sum(r.buffer.numel() for r in self._residents if r.buffer is not None)
         ring = sum(s.bytes.numel() for s in self._ring.slots) if self._ring is not None else 0
         rows += [("device", "parameter buffers", buffers), ("device", "ring slots", ring)]
+        if self._parallel is not None:
+            rows.append(("device", "exchange buffers", self._parallel.device_bytes))
         return [row for row in rows if row[2]]
 
     def close(self) -> None:
@@ -475,10 +517,13 @@ class Engine:
         self._closed = True
         self._guard.off()
         self._abandon_forward()
+        if self._parallel is not None:
+            self._parallel.quiesce()
         try:
             error = disarm.close(self)
         finally:
             _armed.pop(self.model, None)
+        self._parallel = None
         self._tidied = True
         if error is not None:
             raise FerryError(f"the engine is closed; before that something had failed: {error}") from error

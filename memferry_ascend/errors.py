@@ -10,6 +10,10 @@ class FerryError(RuntimeError):
     """Something the user can act on. The command line prints it as one sentence, without a traceback."""
 
 
+class PeerError(FerryError):
+    """Another rank failed or is gone; the message says which one and, where known, why."""
+
+
 class ConfigError(FerryError, ValueError):
     """A setting that cannot be right: unknown, malformed, out of range or in conflict with another."""
 

@@ -12,7 +12,8 @@ added. `arrivals` counts what has come since the last step, `folded` how much of
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -68,7 +69,7 @@ class UnitGrads:
 
     @property
     def memory(self) -> UnitMemory:
-        return self.resident.memory
+        return self.resident.shard
 
 
 class Gradients:
@@ -114,16 +115,37 @@ class Gradients:
             states = [GradState(p) for p in r.unit.params if p.trainable]
             if not states:
                 continue
-            pair = (backend.event(), backend.event()), (backend.event(), backend.event())
-            ug = UnitGrads(r, states, pair)
+            ug = self._unit(r, states)
             self.units.append(ug)
             for s in states:
                 self.by_param[s.p.index] = s
                 self._unit_of[s.p.index] = ug
-                s.view = r.memory.device_grad(s.p)
-                s.host = r.memory.host_grad(s.p)
+            self._bind(ug)
         if accumulate > 1:
             self._start_summing()
+
+    def _unit(self, resident: Resident, states: list[GradState]) -> UnitGrads:
+        event = self._backend.event
+        return UnitGrads(resident, states, ((event(), event()), (event(), event())))
+
+    def _bind(self, ug: UnitGrads) -> None:
+        """Make the views that gradients are copied to, and that `p.grad` is set to."""
+        for s in ug.states:
+            s.view = ug.memory.device_grad(s.p)
+            s.host = ug.memory.host_grad(s.p)
+
+    def _bind_sums(self, ug: UnitGrads) -> None:
+        for s in ug.states:
+            s.sum_view = ug.memory.device_state("acc", s.p).view(s.p.shape)
+
+    def finish(self, at: str) -> None:
+        """A pass is over: the next forward pass ("forward") or the step ("step") begins. Nothing is outstanding here;
+        with several ranks they settle now which gradients there are."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """There is nobody to exchange with."""
+        yield
 
     def install(self) -> list[torch.utils.hooks.RemovableHandle]:
         """Hook every trainable parameter. Call after parameters are bound to the device type."""
@@ -266,8 +288,7 @@ class Gradients:
         self.summing = True
         for ug, region in zip(self.units, regions, strict=True):
             ug.memory.state["acc"] = region
-            for s in ug.states:
-                s.sum_view = ug.memory.device_state("acc", s.p).view(s.p.shape)
+            self._bind_sums(ug)
 
     def _end(self, task: int) -> None:
         """Autograd calls this when a backward pass (or a nested, re-entrant one) has run all its nodes."""
@@ -366,6 +387,21 @@ class Gradients:
 
     def _replaced(self, s: GradState) -> None:
         s.arrivals, s.folded, s.published, s.zeroed = 1, 0, None, False
+
+    def zero(self, set_to_none: bool, updating: list[UnitGrads]) -> None:
+        """`optimizer.zero_grad()`. `updating` were updated during the backward pass: the coming step counts them."""
+        early = {id(ug) for ug in updating}
+        for ug in self.units:
+            for s in ug.states:
+                if s.p.param.grad is not None:
+                    if set_to_none:
+                        s.p.param.grad = None
+                    else:
+                        s.p.param.grad.zero_()
+                elif not set_to_none:
+                    s.zeroed = True
+                elif s.arrivals and s.published is None and id(ug) not in early:
+                    s.arrivals = s.folded = 0
 
     def consumed(self, part: list[GradState]) -> None:
         """The step has taken these: `p.grad` becomes None."""

@@ -35,6 +35,8 @@ NAMES = {
     "m": "first moments",
     "v": "second moments",
     "acc": "fp32 gradient sums",
+    "shared": "parameters, one memory for all ranks of the node",
+    "unsynced": "gradient sums under no_sync",
     "state": "optimizer state",
     "scratch": "one unit's fp32 masters and gradients",
 }
@@ -53,10 +55,10 @@ def regions(unit: Unit, native: bool) -> list[tuple[str, int, bool]]:
     return out
 
 
-class _Counting:
+class Counting:
     """Stands for a backend: slabs are counted, not allocated."""
 
-    def alloc_host(self, nbytes: int, *, mapped: bool) -> HostSlab:
+    def alloc_host(self, nbytes: int, *, mapped: bool, shared: str | None = None) -> HostSlab:
         nothing = torch.empty(0, dtype=torch.uint8)
         return HostSlab(nbytes, nothing, nothing)
 
@@ -72,7 +74,7 @@ def expected(units: Sequence[Unit], native: bool) -> dict[str, int]:
 
 def arena_bytes(units: Sequence[Unit], native: bool, accumulate: int) -> dict[str, int]:
     """Bytes the arena's slabs will take, by kind: the arena itself lays them out, over nothing."""
-    arena = Arena(_Counting())  # type: ignore[arg-type]
+    arena = Arena(Counting())  # type: ignore[arg-type]
     left = expected(units, native)
     for unit in units:
         for kind, nbytes, mapped in regions(unit, native):

@@ -11,6 +11,7 @@ import torch
 
 from memferry_ascend.backends.base import Backend
 from memferry_ascend.errors import ConfigError, FerryError, unknown
+from memferry_ascend.parallel import COLLECTIVES, Ranks, connect
 
 BACKENDS = ("cpu", "cuda", "ascend")
 
@@ -26,6 +27,8 @@ class Runtime:
     world: int
     local_rank: int
     local_world: int
+    ranks: Ranks | None = None
+    """The other processes, None when there is only one."""
 
 
 _current: Runtime | None = None
@@ -65,7 +68,9 @@ def make_backend(name: str, local_rank: int = 0) -> Backend:
 
 
 def init(topology: str = "auto", backend: str | None = None) -> Runtime:
-    """Pick the backend, read the topology and torchrun's environment. Idempotent.
+    """Pick the backend, read the topology and join the processes that torchrun started. Idempotent.
+
+    With several processes the default process group is made if there is none (gloo on CPU, nccl or hccl on devices).
 
     topology: "auto", a shipped fabric ("cm384"), or a fabric or probe file. It never selects the backend; on "cpu" it
         gives the links to emulate.
@@ -90,14 +95,20 @@ def init(topology: str = "auto", backend: str | None = None) -> Runtime:
         from memferry_ascend import topology as topo  # type: ignore[attr-defined]
 
         fabric = topo.load(topology)
+    shares_device = os.environ.get(COLLECTIVES) == "gloo" and torch.accelerator.is_available()
+    made = make_backend(
+        backend or _choose(), local_rank % torch.accelerator.device_count() if shares_device else local_rank
+    )
+    ranks = connect(made.device)
     runtime = Runtime(
-        backend=make_backend(backend or _choose(), local_rank),
+        backend=made,
         topology_name=topology,
         topology=fabric,
-        rank=int(os.environ.get("RANK", 0)),
-        world=int(os.environ.get("WORLD_SIZE", 1)),
+        rank=ranks.rank if ranks is not None else 0,
+        world=ranks.size if ranks is not None else 1,
         local_rank=local_rank,
-        local_world=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        local_world=int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (ranks.local if ranks is not None else 1),
+        ranks=ranks,
     )
     _current, _arguments = runtime, (topology, backend)
     return runtime
@@ -108,9 +119,17 @@ def current() -> Runtime:
     return _current if _current is not None else init()
 
 
+def announce(error: BaseException) -> None:
+    """This process fails: other ranks, if any, find the reason when they miss it."""
+    if _current is not None and _current.ranks is not None:
+        _current.ranks.announce(error)
+
+
 def reset() -> None:
     """Forget the runtime (tests, and processes that switch backends). Engines must be closed."""
     global _current, _arguments
     if _current is not None:
         _current.backend.close()
+        if _current.ranks is not None:
+            _current.ranks.close()
     _current = _arguments = None

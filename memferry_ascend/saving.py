@@ -225,6 +225,10 @@ def start(
     staging: int | str | None = None,
 ) -> Save:
     """What `Engine.save_async` does."""
+    if engine._parallel is not None:
+        raise SaveError(
+            "save_async writes from one process; with several ranks use distributed_checkpoint.save()"
+        )
     target = Path(path)
     if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
         raise SaveError(f"cannot save {target}: expected a folder that can be written to at {target.parent}")

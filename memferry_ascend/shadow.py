@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import torch
 
+from memferry_ascend import arming
 from memferry_ascend.arena import UnitMemory
 from memferry_ascend.backends.base import Backend, Event, Stream
 from memferry_ascend.jobs import Jobs, Upload
@@ -35,6 +36,8 @@ class Resident:
     ) -> None:
         self.unit = unit
         self.memory = memory
+        self.shard = memory
+        """Where this process's part of the unit lives in the arena: all of it, unless there are other ranks."""
         self.mode = Mode(unit.plan.mode)
         self.order = unit.index
         """Position in the forward pass; the priority of this unit's update."""
@@ -53,7 +56,7 @@ class Resident:
         self._reload = backend.stream("reload")
         self._reloaded = False
         if self.mode in (Mode.GFGB, Mode.DFGB):
-            self.buffer = backend.alloc_device(memory.layout.nbytes)
+            self.buffer = backend.alloc_device(self._buffer_bytes())
         self.rest = {p.index: self._rest(p) for p in unit.params}
         """What each parameter is bound to outside a window."""
 
@@ -61,6 +64,9 @@ class Resident:
     def region(self) -> torch.Tensor:
         """The unit's parameter bytes in the arena, as the host sees them: the source of every upload."""
         return self.memory.param.host
+
+    def _buffer_bytes(self) -> int:
+        return self.memory.layout.nbytes
 
     def _rest(self, p: Param) -> torch.Tensor:
         if self.mode is Mode.GFGB and p.index not in self.unit.aliased:
@@ -77,6 +83,19 @@ class Resident:
         """Bind every parameter to the arena, whatever the mode (for edits and checkpoints)."""
         for p in self.unit.params:
             p.param.data = self.memory.device_param(p)
+
+    # -- masters, by parameter -----------------------------------------------------------------------------------------
+    def master(self, p: Param) -> torch.Tensor:
+        """A copy of a parameter's master on the CPU: fp32 for trainable parameters, the stored dtype for frozen ones."""
+        return arming.get_master(self.memory, p)
+
+    def set_master(self, p: Param, value: torch.Tensor) -> None:
+        """Write a master value (any float dtype, CPU). Device copies are refreshed by `checkpoint.refresh`."""
+        arming.set_master(self.memory, p, value)
+
+    def last_value(self, p: Param) -> torch.Tensor:
+        """What the model keeps of a parameter when the engine closes."""
+        return self.master(p)
 
     # -- updates ---------------------------------------------------------------------------------------------------
     def begin_update(self) -> None:

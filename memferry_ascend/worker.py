@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from memferry_ascend.backends.base import Backend
-from memferry_ascend.errors import FerryError
+from memferry_ascend.errors import FerryError, PeerError
 
 
 class Priority:
@@ -109,7 +109,13 @@ class Worker:
             with self._cond:
                 self._raise()
 
+    def fail(self, error: BaseException) -> None:
+        """Another thread of the engine failed: everybody who waits here must know. The first error stays."""
+        self._fail(error)
+
     def _raise(self) -> None:
+        if isinstance(self.error, PeerError):
+            raise self.error
         if self.error is not None:
             raise FerryError(
                 f"a host update failed: {self.error}. Parameters updated before it hold the new values, the others "

@@ -178,9 +178,12 @@ class Backend(ABC):
 
     # -- memory ----------------------------------------------------------------------------------------------------
     @abstractmethod
-    def alloc_host(self, nbytes: int, *, mapped: bool) -> HostSlab:
+    def alloc_host(self, nbytes: int, *, mapped: bool, shared: str | None = None) -> HostSlab:
         """Zeroed host memory, at least 4 KiB aligned. `mapped` memory is registered with the device and has a
         `device` face; other memory is ordinary pages for the host only. The only place that allocates host memory.
+
+        shared: a name. Processes of this machine that ask for the same name and size get the same memory, each
+            registered with its own device; the first one gets it zeroed. `hostmem.forget` removes the name.
 
         Raises:
             FerryError: the system refused (out of memory, locked-memory limit), naming bytes and the limit.
@@ -228,8 +231,9 @@ class Backend(ABC):
     def event(self, *, timing: bool = False) -> Event: ...
 
     @abstractmethod
-    def bind_thread(self) -> None:
-        """Called once at the start of every engine thread (sets the current device where that is per thread)."""
+    def bind_thread(self, *, own_stream: bool = False) -> None:
+        """Called once at the start of every engine thread (sets the current device where that is per thread). With
+        `own_stream` kernels that the thread launches run on a stream of its own, which `compute` then means in it."""
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -180,8 +180,8 @@ class CpuBackend(Backend):
         self._allocated = 0
         self._peak = 0
 
-    def alloc_host(self, nbytes: int, *, mapped: bool) -> HostSlab:
-        pages = Pages(align(nbytes, 4096))
+    def alloc_host(self, nbytes: int, *, mapped: bool, shared: str | None = None) -> HostSlab:
+        pages = Pages(align(nbytes, 4096), shared)
         # The device face is a second tensor over the same bytes: same memory, another object.
         device = pages.tensor.view(-1) if mapped else None
         return HostSlab(nbytes, pages.tensor[:nbytes], device[:nbytes] if device is not None else None, pages)
@@ -226,7 +226,7 @@ class CpuBackend(Backend):
     def event(self, *, timing: bool = False) -> Event:
         return CpuEvent()
 
-    def bind_thread(self) -> None:
+    def bind_thread(self, *, own_stream: bool = False) -> None:
         return None
 
     def synchronize(self) -> None:

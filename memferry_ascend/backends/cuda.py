@@ -233,8 +233,8 @@ class CudaBackend(Backend):
         return self._driver
 
     # -- memory ----------------------------------------------------------------------------------------------------
-    def alloc_host(self, nbytes: int, *, mapped: bool) -> HostSlab:
-        pages = Pages(align(nbytes, 4096))
+    def alloc_host(self, nbytes: int, *, mapped: bool, shared: str | None = None) -> HostSlab:
+        pages = Pages(align(nbytes, 4096), shared)
         if not mapped:
             return HostSlab(nbytes, pages.tensor[:nbytes], None, pages)
         address = pages.tensor.data_ptr()
@@ -320,8 +320,10 @@ class CudaBackend(Backend):
     def event(self, *, timing: bool = False) -> Event:
         return CudaEvent(timing)
 
-    def bind_thread(self) -> None:
+    def bind_thread(self, *, own_stream: bool = False) -> None:
         torch.cuda.set_device(self.device)
+        if own_stream:
+            torch.cuda.set_stream(torch.cuda.Stream(self.device))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

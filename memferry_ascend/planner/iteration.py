@@ -80,6 +80,8 @@ def download_time(profile: Profile, i: int) -> float:
 class Iteration:
     """Builds the Template of one iteration of `chosen` on `profile`; `.template` is the result."""
 
+    servers = len(RESOURCES)
+
     def __init__(
         self, profile: Profile, chosen: Sequence[Decision], update: str = "step", slots: int = SLOTS
     ) -> None:
@@ -88,7 +90,7 @@ class Iteration:
         self.capacity = capacity_of(profile)
         self.resident = resident_owners(profile, chosen)
         self.count = len(profile.layers)
-        self.template = Template(servers=len(RESOURCES))
+        self.template = Template(servers=self.servers)
         self.updated: dict[int, int] = {}  # store -> its update
         self.loaded: dict[int, list[int]] = {}  # layer -> copies its forward waits for
         self.reloaded: dict[int, int] = {}  # layer -> copy its backward waits for

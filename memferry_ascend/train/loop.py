@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memferry_ascend import files, saving
+from memferry_ascend import files, runtime, saving
 from memferry_ascend.errors import ConfigError, FerryError
 from memferry_ascend.train import checkpoints, data, engines, metrics, models, plots
 from memferry_ascend.train.options import TrainOptions
@@ -44,10 +44,10 @@ class World:
 
     def mean(self, value: torch.Tensor, stop: bool = False) -> tuple[float, bool]:
         """The mean over ranks, and whether any of them was asked to stop: all must stop at the same step."""
-        both = torch.stack([value.detach().float(), torch.full_like(value, stop, dtype=torch.float32)])
-        if self.size > 1:
-            torch.distributed.all_reduce(both)
-        total, stops = both.tolist()
+        total, stops = float(value.detach()), float(stop)
+        ranks = runtime.current().ranks if self.size > 1 else None
+        if ranks is not None:
+            total, stops = ranks.sum([total, stops])
         return total / self.size, stops > 0
 
 

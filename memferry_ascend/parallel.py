@@ -1,0 +1,331 @@
+"""Ranks: process groups, collectives on bytes, who failed first, and whether all ranks were given the same.
+
+torch.distributed is the engine (nccl, hccl, gloo). Ranks of one node form a *shard group*: parameters are cut into as
+many chunks as a node has ranks; across nodes each chunk's gradients are reduced between the ranks that own it (hybrid
+sharding). Every sum over ranks is written as an exchange of bytes and a sum in rank order in fp32, not as a library's
+reduce-scatter: the order in which those add depends on where an element lies in the buffer, so on the plan, and the
+bits must not. The traffic is the same.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from memferry_ascend.errors import ConfigError, FerryError, PeerError
+
+PATIENCE = 5.0
+"""Seconds that ranks give each other to say they are alive once one of them has found a peer missing."""
+
+COLLECTIVES = "MEMFERRY_COLLECTIVES"
+"""Environment variable: "gloo" sends device tensors through host memory (slow; for ranks that share a device)."""
+
+_all_gather_single: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+
+
+class Ranks:
+    """This process among all ranks. `local` ranks share a node; `index` is this one's place among them.
+
+    Collectives block until the result may be read by the calling thread's current device stream. The groups `main`
+    and `near` (this node) are the user's thread's, `meeting` (this node), `shard` and `across` the lane's. Every rank
+    must call the same ones in the same order.
+    """
+
+    def __init__(self, device: torch.device, local_size: int | None = None) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.device = device
+        self.main = dist.new_group(backend="gloo")
+        nodes = self._nodes(local_size)
+        mine = next(members for members in nodes if self.rank in members)
+        self.node, self.nodes = nodes.index(mine), len(nodes)
+        self.members, self.index, self.local = mine, mine.index(self.rank), len(mine)
+        wanted = os.environ.get(COLLECTIVES, "")
+        kind = "gloo" if device.type == "cpu" or wanted == "gloo" else _device_backend(device)
+        self.staged = kind == "gloo" and device.type != "cpu"
+        self.shard = self.near = self.meeting = self.across = dist.group.WORLD
+        for members in nodes:
+            device_group = dist.new_group(members, backend=kind)
+            near, meeting = (dist.new_group(members, backend="gloo") for _ in range(2))
+            if members is mine:
+                self.shard, self.near, self.meeting = device_group, near, meeting
+        for i in range(self.local if self.nodes > 1 else 0):
+            twins = [members[i] for members in nodes]
+            group = dist.new_group(twins, backend=kind)
+            if i == self.index:
+                self.across = group
+        self._excepthook = sys.excepthook
+        sys.excepthook = self._uncaught
+
+    def _nodes(self, local_size: int | None) -> list[list[int]]:
+        """Ranks by node, in rank order."""
+        key: Any = socket.gethostname()
+        if "GROUP_RANK" in os.environ:
+            key = int(os.environ["GROUP_RANK"])
+        if local_size is not None:
+            key = self.rank // local_size
+        keys = self.gather_objects(key)
+        nodes: dict[Any, list[int]] = {}
+        for rank, k in enumerate(keys):
+            nodes.setdefault(k, []).append(rank)
+        sizes = {len(members) for members in nodes.values()}
+        if len(sizes) > 1:
+            raise ConfigError(
+                f"data parallel: expected as many ranks on every node, found {sorted(map(len, nodes.values()))}"
+            )
+        return list(nodes.values())
+
+    # -- user's thread -------------------------------------------------------------------------------------------------
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's picklable `value`, in rank order."""
+        out: list[Any] = [None] * self.size
+        with self.explained():
+            dist.all_gather_object(out, value, group=self.main)
+        return out
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's picklable `value`."""
+        box = [value]
+        with self.explained():
+            dist.broadcast_object_list(box, src=0, group=self.main)
+        return box[0]
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Sums over all ranks, in float64."""
+        t = torch.tensor(values, dtype=torch.float64)
+        with self.explained():
+            dist.all_reduce(t, group=self.main)
+        return [float(x) for x in t]
+
+    def barrier(self) -> None:
+        """Every rank has come this far."""
+        with self.explained():
+            dist.barrier(group=self.main)
+
+    def concatenate(self, piece: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Pieces of a flat CPU tensor, `counts[i]` elements from local rank i, put together on every rank."""
+        most = max(counts)
+        if most == 0:
+            return piece
+        padded = torch.zeros(most, dtype=piece.dtype)
+        padded[: piece.numel()].copy_(piece)
+        out = torch.empty(most * self.local, dtype=piece.dtype)
+        with self.explained():
+            _all_gather_single(out.view(torch.uint8), padded.view(torch.uint8), group=self.near)
+        return torch.cat([out[i * most : i * most + n] for i, n in enumerate(counts)])
+
+    # -- the lane's thread ---------------------------------------------------------------------------------------------
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        received: list[int],
+        sent: list[int],
+        wait: Callable[[Any], None],
+        *,
+        across: bool = False,
+    ) -> None:
+        """Send `sent[i]` bytes of `source` to local rank i (to node i with `across`), receive `received[i]`."""
+        group = self.across if across else self.shard
+        if self.staged:
+            host = torch.empty(out.numel(), dtype=torch.uint8)
+            wait(dist.all_to_all_single(host, source.cpu(), received, sent, group=group, async_op=True))
+            out.copy_(host)
+            return
+        wait(dist.all_to_all_single(out, source, received, sent, group=group, async_op=True))
+
+    def all_gather(
+        self, out: torch.Tensor, piece: torch.Tensor, wait: Callable[[Any], None], *, across: bool = False
+    ) -> None:
+        """Equal pieces of all local ranks (all nodes with `across`) into `out`; `piece` may be its own part of it."""
+        group = self.across if across else self.shard
+        if self.staged:
+            host = torch.empty(out.numel(), dtype=torch.uint8)
+            wait(_all_gather_single(host, piece.cpu(), group=group, async_op=True))
+            out.copy_(host)
+            return
+        wait(_all_gather_single(out, piece, group=group, async_op=True))
+
+    def exchange(self, row: torch.Tensor, wait: Callable[[Any], None], *, near: bool = False) -> torch.Tensor:
+        """All ranks' rows of a CPU tensor, one below the other, for the user's thread; with `near` those of this node,
+        for the lane's thread."""
+        out = torch.empty((self.local if near else self.size, *row.shape), dtype=row.dtype)
+        wait(
+            _all_gather_single(
+                out.view(-1).view(torch.uint8),
+                row.view(-1).view(torch.uint8),
+                group=self.meeting if near else self.main,
+                async_op=True,
+            )
+        )
+        return out
+
+    # -- failures ------------------------------------------------------------------------------------------------------
+    def explained(self) -> _Explained:
+        """A block in which torch.distributed's errors become one that says who failed and why."""
+        return _Explained(self)
+
+    def announce(self, error: BaseException) -> None:
+        """This rank fails for a reason of its own: leave it for the others, unless somebody was first."""
+        if isinstance(error, PeerError | KeyboardInterrupt | SystemExit):
+            return
+        text = " ".join(str(error).split()) or type(error).__name__
+        try:
+            _store().compare_set("memferry/cause", "", f"rank {self.rank}: {text}"[:2000])
+        except Exception:
+            return  # the store went with rank 0: its peers will say so
+
+    def explain(self, error: BaseException) -> PeerError:
+        """What to raise when a collective failed: the first cause, and who is gone."""
+        if isinstance(error, PeerError):
+            return error
+        cause, gone = "", []
+        try:
+            store = _store()
+            store.set(f"memferry/alive/{self.rank}", "1")
+            left = PATIENCE
+            for other in range(self.size):
+                try:
+                    if other != self.rank:
+                        store.wait([f"memferry/alive/{other}"], timedelta(seconds=left))
+                except Exception:
+                    gone.append(other)
+                    left = 0.5  # the others had the same time already
+            if store.check(["memferry/cause"]):
+                cause = store.get("memferry/cause").decode()
+        except Exception:
+            cause = cause or "the rank that holds the store (rank 0, or torchrun on its node) is gone"
+        text = f"rank {self.rank} of {self.size} stops: another rank failed"
+        if cause:
+            text += f"; first cause: {cause}"
+        elif gone:
+            names = ", ".join(map(str, gone))
+            text += f"; rank {names} no longer answers: it was killed or crashed (see its own output)"
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return PeerError(f"{text}. Resume from the last checkpoint ({first_line[:200]})")
+
+    def abort(self) -> None:
+        """Unblock device kernels that wait for a rank that is gone."""
+        if self.device.type == "cpu" or self.staged:
+            return
+        for group in {self.shard, self.across}:
+            try:
+                group._get_backend(self.device).abort()  # type: ignore[union-attr]
+            except Exception:
+                continue
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.announce(error)
+        self._excepthook(kind, error, trace)
+
+    def close(self) -> None:
+        """Undo what concerns this process only; the groups go with the process."""
+        if sys.excepthook == self._uncaught:
+            sys.excepthook = self._excepthook
+
+
+@dataclass
+class _Explained:
+    ranks: Ranks
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, FerryError):
+            raise self.ranks.explain(error) from error
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _device_backend(device: torch.device) -> str:
+    return {"cuda": "nccl", "npu": "hccl"}.get(device.type, "gloo")
+
+
+def connect(device: torch.device) -> Ranks | None:
+    """Join the other processes that torchrun started; None when there is only one.
+
+    Uses the default process group if the user has made one, else makes it from torchrun's environment.
+
+    Raises:
+        ConfigError: the environment is incomplete, or disagrees with the user's process group.
+    """
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    if not dist.is_available():
+        if size > 1:
+            raise ConfigError(
+                "data parallel: this build of torch has no torch.distributed; install one that has"
+            )
+        return None
+    if not dist.is_initialized():
+        if size <= 1:
+            return None
+        missing = [k for k in ("RANK", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
+        if missing:
+            raise ConfigError(
+                f"data parallel: WORLD_SIZE is {size} but {', '.join(missing)} is not set; start with torchrun"
+            )
+        kinds = "gloo"
+        if device.type != "cpu" and os.environ.get(COLLECTIVES, "") != "gloo":
+            kinds = f"cpu:gloo,{device.type}:{_device_backend(device)}"
+        dist.init_process_group(kinds)
+    elif "WORLD_SIZE" in os.environ and dist.get_world_size() != size:
+        raise ConfigError(
+            f"data parallel: WORLD_SIZE is {size}, but the process group has {dist.get_world_size()} ranks; make it "
+            "over all ranks, or let memferry_ascend.init() make it"
+        )
+    if dist.get_world_size() == 1:
+        return None
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    forced = os.environ.get("MEMFERRY_RANKS_PER_NODE")
+    if local is not None and int(local) < 1:
+        raise ConfigError(f"data parallel: LOCAL_WORLD_SIZE is {local}; expected at least 1")
+    return Ranks(device, int(forced) if forced else None)
+
+
+def must_agree(ranks: Ranks, what: dict[str, dict[str, Any]]) -> None:
+    """Raise on every rank unless all were given the same. `what` maps a section (model, config, ...) to its entries.
+
+    Digests travel first, entries only of a section that differs.
+
+    Raises:
+        FerryError: names the section, the entry, both values and the ranks.
+    """
+    digests = ranks.gather_objects({k: _digest(v) for k, v in what.items()})
+    for section, entries in what.items():
+        if all(d.get(section) == digests[0].get(section) for d in digests):
+            continue
+        everyone = ranks.gather_objects({k: repr(v) for k, v in entries.items()})
+        first = everyone[0]
+        for rank, other in enumerate(everyone):
+            for key in [*first, *(k for k in other if k not in first)]:
+                mine, theirs = first.get(key, "nothing"), other.get(key, "nothing")
+                if mine != theirs:
+                    raise FerryError(
+                        f"data parallel: ranks were given different {section}s: {key} is {_short(mine)} on rank 0 and "
+                        f"{_short(theirs)} on rank {rank}; give every rank the same {section}"
+                    )
+
+
+def _digest(entries: dict[str, Any]) -> str:
+    import hashlib
+
+    return hashlib.sha256(repr(sorted((k, repr(v)) for k, v in entries.items())).encode()).hexdigest()
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -1,0 +1,41 @@
+"""Two ranks that share one GPU, their tensors exchanged by gloo through host memory: the same bits as every plan of two
+ranks, the loss of one rank, memory shared and registered by both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from parallel.world import launch
+
+SHARED = {
+    "MEMFERRY_BACKEND": "cuda",
+    "MEMFERRY_COLLECTIVES": "gloo",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "WORLD_DETERMINISTIC": "1",
+}
+
+
+def test_two_ranks_on_one_gpu(tmp_path: Path) -> None:
+    modes = ("GFGB", "DHA", "DFGB", "STREAM", "random")
+    more = {"micro": 2, "config": {"precision": "bf16", "max_grad_norm": 0.05}}
+    cases = [("train", {"steps": 3, "modes": m}) for m in modes]
+    cases += [("train", {"steps": 3, "modes": m, **more}) for m in ("GFGB", "random")]
+    cases += [("train", {"steps": 3, "modes": "random", "delays": 0.002})]
+    cases += [
+        ("train", {"steps": 3, "modes": m, "micro": 2, "config": {"update": u}})
+        for m, u in (("GFGB", "step"), ("random", "backward"))
+    ]
+    results = launch(2, cases, tmp_path, timeout=500, **SHARED)
+    plain, clipped, delayed, early = results[:5], results[5:7], results[7], results[8:]
+    for runs in ([*plain, delayed], clipped, early):
+        want = runs[0][0]
+        for got in (r for run in runs for r in run):
+            assert got["losses"] == want["losses"]
+            assert got["norms"] == want["norms"]
+            assert got["hashes"] in ([], want["hashes"])
+            for name, value in want["state"]["model"].items():
+                assert value.equal(got["state"]["model"][name]), name
+    (tmp_path / "one").mkdir()
+    alone = launch(1, [("train", {"steps": 3, "modes": "GFGB"})], tmp_path / "one", timeout=300, **SHARED)
+    assert plain[0][0]["losses"] == pytest.approx(alone[0][0]["losses"], rel=1e-4)

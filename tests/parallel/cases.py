@@ -1,0 +1,291 @@
+"""Cases that run on every rank; `world.launch` names them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import make_model, small_units
+from torch import nn
+
+import memferry_ascend as mf
+from memferry_ascend import distributed_checkpoint, parallel, runtime
+
+from .world import ROWS, digest, plan_for, rows_of
+
+
+def _message(call: Any) -> str:
+    try:
+        call()
+    except mf.FerryError as error:
+        return str(error)
+    return "no error"
+
+
+def _engine(model: nn.Module, modes: str = "random", unit_bytes: int = 1500, **config: Any) -> mf.Engine:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    with small_units(unit_bytes):
+        return mf.ferry(
+            model, optimizer, config=mf.Config(**{"precision": "fp32"} | config), plan=plan_for(model, modes)
+        )
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+def different(what: str) -> str:
+    """Rank 1 is given something else; every rank must say what."""
+    odd = runtime.current().rank == 1
+    model = make_model(0)
+    config, modes, rate = {"precision": "fp32"}, "GFGB", 1e-2
+    if what == "model":
+        model = make_model(0)
+        if odd:
+            model.extra = nn.Linear(3, 5)
+    elif what == "values" and odd:
+        with torch.no_grad():
+            model.final.weight[3] += 1
+    elif what == "config" and odd:
+        config["max_grad_norm"] = 1.5
+    elif what == "plan" and odd:
+        modes = "DHA"
+    elif what == "optimizer" and odd:
+        rate = 1e-3
+    version = mf.__version__
+    if what == "version" and odd:
+        mf.__version__ = "9.9.9"
+    try:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        return _message(
+            lambda: mf.ferry(model, optimizer, config=mf.Config(**config), plan=plan_for(model, modes))
+        )
+    finally:
+        mf.__version__ = version
+
+
+def whole_parameters_only() -> str:
+    """An optimizer that looks at a parameter's matrix."""
+
+    class Spectral(torch.optim.SGD):
+        pass
+
+    model = make_model(0)
+    return _message(lambda: mf.ferry(model, Spectral(model.parameters(), lr=1e-2)))
+
+
+def out_of_step() -> str:
+    """Rank 0 runs one backward more than the others before its step."""
+    rank = runtime.current().rank
+    engine = _engine(make_model(0))
+
+    def run() -> None:
+        for _ in range(2 if rank == 0 else 1):
+            engine.model(rows_of(0)).backward()
+        engine.optimizer.step()
+
+    said = _message(run)
+    with contextlib.suppress(mf.FerryError):
+        engine.close()
+    return said
+
+
+def reading_gradients() -> list[str]:
+    """`p.grad` is not there to be read; the engine goes on after somebody has tried."""
+    engine = _engine(make_model(0))
+    engine.model(rows_of(0)).backward()
+    said = [
+        _message(lambda: torch.nn.utils.clip_grad_norm_(engine.model.parameters(), 1.0)),
+        _message(lambda: next(engine.model.parameters()).grad.norm()),
+    ]
+    engine.optimizer.step()
+    engine.synchronize()
+    engine.close()
+    return said
+
+
+# -- unusual passes ----------------------------------------------------------------------------------------------------
+class Branches(nn.Module):
+    """Rows decide which branch runs, so ranks use different parameters; `never` gets no gradient anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(8, 8)
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.never = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor, branch: str) -> torch.Tensor:
+        h = torch.tanh(self.first(x))
+        h = {"left": self.left, "right": self.right}[branch](h)
+        return self.last(h).square().mean()
+
+
+def branches(modes: str, update: str = "step", twice: bool = False) -> dict[str, Any]:
+    """Rank 0 goes left, the others right; after two steps all go left. With one rank both branches run in one loss,
+    weighted as the average over `ranks` ranks would. `twice`: a second backward through the same graph."""
+    rt = runtime.current()
+    size = rt.world
+    model = Branches()
+    engine = _engine(model, modes, unit_bytes=1, update=update)
+    hashes = []
+    for step in range(4):
+        g = torch.Generator().manual_seed(step)
+        x = torch.randn(4, 8, generator=g)
+        branch = "left" if rt.rank == 0 or step >= 2 else "right"
+        loss = engine.model(x, branch)
+        if twice:
+            (0.25 * loss).backward(retain_graph=True)
+            (0.75 * loss).backward()
+        else:
+            loss.backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        with torch.no_grad():
+            hashes.append(digest(dict(engine.model.named_parameters())))
+    state = engine.state_dict()
+    engine.close()
+    return {"hashes": hashes, "state": state, "size": size}
+
+
+def tiny(modes: str) -> dict[str, Any]:
+    """Fewer parameters than ranks: one of two elements."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor([1.0, -2.0]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.w).square().mean()
+
+    engine = _engine(Two(), modes)
+    for step in range(3):
+        engine.model(torch.full((2,), 1.0 + step)).backward()
+        engine.optimizer.step()
+    state = engine.state_dict()
+    engine.close()
+    return {"w": state["model"]["w"], "m": state["optimizer"]["w"]["exp_avg"]}
+
+
+def edits(modes: str, precision: str) -> dict[str, Any]:
+    """Edit, load, zero and go on; every rank does the same."""
+    engine = _engine(make_model(2), modes, precision=precision)
+    engine.model(rows_of(0)).backward()
+    engine.optimizer.step()
+    with engine.edit() as model, torch.no_grad():
+        for p in model.parameters():
+            p.view(-1)[::3].mul_(0.5)
+    edited = engine.state_dict()["model"]
+    engine.model(rows_of(1)).backward()
+    engine.optimizer.zero_grad()  # discarded on all ranks
+    engine.model(rows_of(2)).backward()
+    engine.optimizer.step()
+    engine.model.load_state_dict(edited)
+    loss = float(engine.model(rows_of(3)).detach())
+    optimizer = engine.optimizer.state_dict()
+    engine.optimizer.load_state_dict(optimizer)
+    state = engine.state_dict()
+    engine.close()
+    return {"edited": edited, "loss": loss, "state": state}
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+def save_and_go_on(folder: str, modes: str, precision: str = "bf16") -> dict[str, Any]:
+    """Two steps, a distributed checkpoint, two more."""
+    engine = _engine(make_model(4), modes, precision=precision)
+    rt = runtime.current()
+    each = ROWS // rt.world
+
+    def steps(first: int) -> None:
+        for step in (first, first + 1):
+            engine.model(rows_of(step)[rt.rank * each : (rt.rank + 1) * each]).backward()
+            engine.optimizer.step()
+
+    steps(0)
+    distributed_checkpoint.save(engine, folder)
+    saved = engine.state_dict()
+    steps(2)
+    state = engine.state_dict()
+    engine.close()
+    return {"saved": saved, "state": state}
+
+
+def load_and_go_on(folder: str, modes: str, precision: str = "bf16", steps: int = 2) -> dict[str, Any]:
+    """A new engine with other initial values takes the checkpoint and does the last two steps."""
+    model = make_model(4)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    engine = _engine(model, modes, precision=precision)
+    distributed_checkpoint.load(engine, folder)
+    loaded = engine.state_dict()
+    rt = runtime.current()
+    each = ROWS // rt.world
+    for step in range(2, 2 + steps):
+        engine.model(rows_of(step)[rt.rank * each : (rt.rank + 1) * each]).backward()
+        engine.optimizer.step()
+    state = engine.state_dict()
+    engine.close()
+    return {"loaded": loaded, "state": state}
+
+
+def memory(modes: str, precision: str = "bf16") -> dict[str, int]:
+    """Bytes of this rank's arena by kind, for a model of half a MiB and ordinary units."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    engine = _engine(model, modes, unit_bytes=1 << 18, precision=precision)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    engine.model(torch.ones(2, 256, dtype=dtype)).sum().backward()
+    engine.optimizer.step()
+    engine.synchronize()
+    out = dict(engine._arena.bytes_by_kind)
+    left = [name for name in os.listdir("/dev/shm") if name.startswith("memferry-")]
+    engine.close()
+    return out | {"names left": len(left)}
+
+
+def link(modes: str) -> dict[str, int]:
+    """Bytes over the link in one step, by stream, after a warm-up step."""
+    from .world import LinkBytes
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    engine = _engine(model, modes, unit_bytes=1 << 18)
+    for _ in range(2):
+        with LinkBytes() as counted:
+            engine.model(torch.ones(2, 256)).sum().backward()
+            engine.optimizer.step()
+            engine.synchronize()
+    engine.close()
+    return counted.by_stream
+
+
+def topology() -> tuple[int, int, int, list[int]]:
+    """How ranks see their nodes."""
+    ranks = runtime.current().ranks
+    assert isinstance(ranks, parallel.Ranks)
+    return ranks.node, ranks.nodes, ranks.index, ranks.members
+
+
+def fails_alone(folder: str) -> str:
+    """Rank 1's update fails; the others must name it."""
+    rt = runtime.current()
+    engine = _engine(make_model(0), "random")
+
+    def disturb(point: str) -> None:
+        if rt.rank == 1 and point == "update":
+            raise OSError("the disk with the moments is gone")
+
+    rt.backend.disturb = disturb
+    try:
+        for step in range(3):
+            engine.model(rows_of(step)).backward()
+            engine.optimizer.step()
+        engine.synchronize()
+    except mf.FerryError as error:
+        runtime.announce(error)
+        Path(folder, f"said-{rt.rank}").write_text(str(error))
+        os._exit(0)  # as an uncaught error would, but with a result for the test
+    return "nothing failed"

@@ -1,0 +1,64 @@
+"""`memferry` with a model that trains in no time, on several ranks; one of them may be told to die.
+
+python -m parallel.train_tiny SIZE FOLDER WORD...    forks SIZE ranks that run `memferry WORD...`; each one's output goes to
+FOLDER/rank-N.txt, exit codes and the seconds from the death to the end to FOLDER/codes.json. With TINY_DIE="RANK STEP
+SECONDS" that rank is killed so many seconds after it began that step. Under torchrun: python -m parallel.train_tiny WORD...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memferry_ascend import cli, runtime
+from memferry_ascend.train import command, loop, options
+
+from .world import fork
+
+command.train_options.PRESETS["gpt-tiny"] = loop.models.Shape(layers=2, width=16, heads=2, context=16)
+assert "gpt-tiny" in options.PRESETS
+
+
+def run(words: list[str]) -> int:
+    """The command, with this rank's death arranged."""
+    torch.set_num_threads(1)
+    if "TINY_DIE" in os.environ:
+        rank, at, seconds = os.environ["TINY_DIE"].split()
+        before = loop.Run._train_step
+
+        def step(self: Any) -> torch.Tensor:
+            if self.world.rank == int(rank) and self.step == int(at):
+                threading.Timer(float(seconds), os.kill, (os.getpid(), signal.SIGKILL)).start()
+            return before(self)
+
+        loop.Run._train_step = step  # type: ignore[method-assign]
+    if "TINY_FAIL" in os.environ:
+
+        def fail(point: str) -> None:
+            if point == "update" and runtime.current().rank == int(os.environ["TINY_FAIL"]):
+                raise OSError("the memory of the moments is gone")
+
+        runtime.init(backend="cpu").backend.disturb = fail
+    return cli.main(words)
+
+
+def main() -> int:
+    if "RANK" in os.environ:
+        return run(sys.argv[1:])
+    size, folder, words = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+    began = time.monotonic()
+    codes = fork(size, lambda _rank: run(words), [folder / f"rank-{r}.txt" for r in range(size)])
+    (folder / "codes.json").write_text(json.dumps({"codes": codes, "seconds": time.monotonic() - began}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
