@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from memferry_ascend import sizes
-from memferry_ascend.arming import RING_SLOTS
 from memferry_ascend.errors import FerryError
 from memferry_ascend.layers import LARGEST_UNIT, SMALLEST_UNIT, TINY
+from memferry_ascend.limits import RING_SLOTS
 from memferry_ascend.planner import (
     Grad,
     LayerPlan,
