@@ -10,8 +10,10 @@
 #include <thread>
 
 namespace {
-std::mutex m;  // one lock for everything: this is a test
-std::condition_variable cv;
+// One lock for everything: this is a test. Never destroyed: streams still wait on them when the process ends, and a
+// condition variable's destructor waits for its waiters.
+std::mutex& m = *new std::mutex;
+std::condition_variable& cv = *new std::condition_variable;
 
 struct Event {
     int64_t recorded = 0, reached = 0;

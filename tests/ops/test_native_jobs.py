@@ -180,3 +180,34 @@ def test_a_failed_job_lets_the_device_go_and_is_raised(machine: Machine) -> None
     assert machine.lib.fake_idle(machine.compute.handle, 20.0), "the compute stream waits for ever"
     with pytest.raises(FerryError, match="go back to the last checkpoint"):
         machine.jobs.check()
+
+
+def test_uploads_are_put_between_two_events_and_updates_are_timed_while_somebody_records(
+    machine: Machine,
+) -> None:
+    pairs: list[tuple[int, int]] = []
+
+    def observe(upload: Any) -> tuple[int, int]:
+        assert upload.src.nbytes == 4 * NUMEL
+        pairs.append((machine.event().handle, machine.event().handle))
+        return pairs[-1]
+
+    machine.iteration(1)
+    machine.jobs.drain()
+    machine.jobs.observe = observe
+    machine.jobs.worker.record(True)
+    for step in (2, 3):
+        machine.iteration(step)
+    machine.jobs.drain()
+    machine.jobs.observe = None
+    found = machine.jobs.worker.take_intervals()
+    machine.jobs.worker.record(False)
+    machine.iteration(4)
+    machine.jobs.drain()
+    assert len(pairs) == 2 * UNITS
+    for begin, end in pairs:
+        machine.driver.synchronize(begin)
+        machine.driver.synchronize(end)
+    assert sorted(slot for slot, _, _, _ in found) == sorted([*range(UNITS)] * 2)
+    assert all(kind == 0 and begin <= end for _, kind, begin, end in found)
+    assert machine.jobs.worker.take_intervals() == []
