@@ -11,6 +11,7 @@ added. `arrivals` counts what has come since the last step, `folded` how much of
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -261,8 +262,8 @@ class Gradients:
     def _let_go(self) -> None:
         """Make the compute stream wait for the oldest download, then drop its device tensors."""
         downloaded, tensors, nbytes = self._in_flight.popleft()
-        self._backend.compute.wait(downloaded)
         self._in_flight_bytes -= nbytes
+        self._backend.compute.wait(downloaded)
         tensors.clear()
 
     def _fold(self, ug: UnitGrads, states: list[GradState], after: Event | None = None) -> None:
@@ -326,6 +327,11 @@ class Gradients:
             ug.staged.clear()
         self._arrived = []
         self._passes.clear()
+        while self.publishes and self._in_flight:  # otherwise a pass that ended has let go of all
+            with contextlib.suppress(
+                FerryError
+            ):  # a copy of what is discarded here had failed; that was said
+                self._let_go()
 
     # -- at the step -------------------------------------------------------------------------------------------------
     def release_device(self) -> None:

@@ -32,6 +32,10 @@ pytestmark = pytest.mark.usefixtures("cpu")
 MODES = list(Mode)
 SECOND = 1.0
 
+HAND_OVERS = [(point, mode) for point in ("update", "fold", "copy:download") for mode in MODES]
+HAND_OVERS += [("copy:upload", Mode.GFGB), ("copy:upload", Mode.STREAM)]  # the modes that make these copies
+HAND_OVERS += [("copy:reload", Mode.DFGB), ("copy:reload", Mode.STREAM)]
+
 
 @pytest.fixture(autouse=True)
 def undisturbed() -> Iterator[None]:
@@ -83,15 +87,10 @@ def causes(error: BaseException) -> list[str]:
     return out
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("point", ["update", "fold", "copy:download", "copy:upload", "copy:reload"])
+@pytest.mark.parametrize(("point", "mode"), HAND_OVERS)
 @pytest.mark.parametrize("first", [1, 4])
-def test_a_failure_anywhere_reaches_the_user_with_its_cause(mode: Mode, point: str, first: int) -> None:
+def test_a_failure_anywhere_reaches_the_user_with_its_cause(point: str, mode: Mode, first: int) -> None:
     """Then close() tidies up and says it again, and the model can be ferried and trained anew on the same backend."""
-    if (point, mode) in {("copy:upload", m) for m in (Mode.DHA, Mode.DFGB)} or (
-        point == "copy:reload" and mode in (Mode.GFGB, Mode.DHA)
-    ):
-        pytest.skip("this mode never makes that copy")
     model = make_model(5)
     engine = ferry(model, plan_of(model, mode), accumulate=2 if point == "fold" else 1)
     threads = threading.active_count()
@@ -123,13 +122,13 @@ def test_a_waiting_user_is_woken() -> None:
     model = make_model(5)
     engine = ferry(model, plan_of(model, Mode.GFGB))
     waiting = threading.Event()
-    wait_update = engine._jobs.wait_update
+    wait_ticket = engine._jobs.wait_ticket
 
-    def announce(unit: int) -> None:
+    def announce(unit: int, ticket: int) -> None:
         waiting.set()
-        wait_update(unit)
+        wait_ticket(unit, ticket)
 
-    engine._jobs.wait_update = announce  # type: ignore[method-assign]
+    engine._jobs.wait_ticket = announce  # type: ignore[method-assign]
     moment: list[float] = []
 
     def fail(point: str) -> None:
