@@ -24,27 +24,30 @@ from torch.utils.hooks import RemovableHandle
 from memferry_ascend import arming, checkpoint, disarm, hostmath, limits, saving
 from memferry_ascend.arena import Arena, UnitMemory
 from memferry_ascend.backends.base import Event
+from memferry_ascend.budget import sizing
 from memferry_ascend.clipping import Clipper
 from memferry_ascend.config import Config, host_threads
+from memferry_ascend.deviceupdate import DeviceUpdate
+from memferry_ascend.direct import DirectLayers
 from memferry_ascend.errors import ConfigError, FerryError
 from memferry_ascend.gradients import Gradients, GradState, UnitGrads
 from memferry_ascend.guard import ReadGuard
 from memferry_ascend.hostupdate import Hypers, is_native, refuse, snapshot
 from memferry_ascend.integrity import Integrity, check_trainable
 from memferry_ascend.jobs import make_jobs
-from memferry_ascend.layers import Param, collect, units
+from memferry_ascend.layers import Param, collect, distant, units
 from memferry_ascend.optimizer import FerryOptimizer
+from memferry_ascend.placement import settle
 from memferry_ascend.planner.plan import Plan
 from memferry_ascend.planning import choose_plan
 from memferry_ascend.recorder import Recorder
+from memferry_ascend.report import memory_rows
 from memferry_ascend.runtime import Runtime
 from memferry_ascend.saved import SavedHooks
 from memferry_ascend.shadow import Resident
 from memferry_ascend.tracing import ReadTracer
+from memferry_ascend.weights import Source, Weights
 from memferry_ascend.windows import Hook, Window
-
-GRADIENT_WINDOW = 256 << 20
-"""Bytes of device gradients whose download may be outstanding before the compute stream waits for the oldest."""
 
 _armed: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
@@ -67,6 +70,7 @@ class Engine:
         config: Config,
         plan: Plan | None,
         sample_batch: Any,
+        weights: Weights | None = None,
     ) -> None:
         refuse(optimizer)
         arming.refuse_model(model)
@@ -88,14 +92,18 @@ class Engine:
         arming.assign_groups(self._params, optimizer)
         if not any(p.trainable for p in self._params):
             raise FerryError("ferry: expected at least one trainable parameter, all are frozen")
+        source = Source(model, layers, weights)
         self.profile, self.plan = choose_plan(plan, layers, model, optimizer, runtime, config, sample_batch)
+        self.plan = settle(self.plan, layers, backend, optimizer)
         by_name = {lp.name: lp for lp in self.plan.layers}
-        self._units = units(layers, by_name, alone=arming.distant(layers))
+        self._units = units(layers, by_name, alone=distant(layers))
+        base = self.profile.base_bytes if self.profile is not None else 0
+        self._sizing = sizing(self._units, config.device_bytes, accumulate=config.accumulate, base=base)
         native = is_native(optimizer)
         need = limits.arena_bytes(self._units, native, config.accumulate)
         limits.check_host(need | limits.state_bytes(self._units, optimizer), config.host_bytes)
         limits.check_locked(need, backend.locked_memory_limit())
-        limits.check_device(self._units, backend)
+        limits.check_device(self._units, backend, self._sizing.slots, config.accumulate)
         self._arena = Arena(backend, config.host_bytes)
         self.recorder = Recorder(backend)
         self._jobs = make_jobs(backend, len(self._units), self.recorder, native)
@@ -108,7 +116,7 @@ class Engine:
         self.optimizer: FerryOptimizer = None  # type: ignore[assignment]
         self._saving: saving.Save | None = None
         try:
-            self._arm(layers, optimizer, native)
+            self._arm(layers, optimizer, native, source)
         except BaseException:
             disarm.undo(self)
             raise
@@ -116,12 +124,12 @@ class Engine:
         _armed[model] = self
 
     # -- arming --------------------------------------------------------------------------------------------------------
-    def _arm(self, layers: list[Any], optimizer: torch.optim.Optimizer, native: bool) -> None:
+    def _arm(self, layers: list[Any], optimizer: torch.optim.Optimizer, native: bool, source: Source) -> None:
         backend, config = self._backend, self.config
         memories = self._memories
-        arming.fill(self._units, self._arena, native, memories, self._originals)
+        arming.fill(self._units, self._arena, backend, native, source, memories, self._originals)
         arming.move_buffers(self.model, backend.device)
-        self._ring = arming.make_ring(self._units, backend)
+        self._ring = arming.make_ring(self._units, backend, self._sizing.slots)
         self._residents = [
             Resident(u, m, backend, self._jobs, self._ring)
             for u, m in zip(self._units, memories, strict=True)
@@ -144,11 +152,18 @@ class Engine:
             self._jobs,
             accumulate=config.accumulate,
             publish=config.update == "step",
-            window=GRADIENT_WINDOW,
+            window=self._sizing.window,
             final=self._update_now if early else None,
         )
+        for ug in self._gradients.units:
+            update = self._updates[ug.resident.unit.index]
+            if isinstance(update, DeviceUpdate):
+                assert ug.kept is not None
+                update.kept = ug.kept
         self._gradients.backward_ended = self._backward_ended
-        self._clipper = Clipper(self._gradients, backend, self._jobs, config.max_grad_norm)
+        self._clipper = Clipper(self._gradients, self._arena, backend, self._jobs, config.max_grad_norm)
+        self._direct = DirectLayers(layers, self._gradients)
+        self._direct.install()
         self._handles += self._gradients.install()
         self._integrity = Integrity(
             [(p, r.rest[p.index]) for r in self._residents for p in r.unit.params], self._handles
@@ -317,6 +332,7 @@ class Engine:
         if self._learned is not None:
             learned, self._learned = self._learned, None
             self._learn(learned)
+            self._direct.learned(learned)
         self._guard.on()
 
     def _check_counts(self, parts: list[tuple[UnitGrads, list[GradState]]]) -> None:
@@ -333,6 +349,9 @@ class Engine:
     ) -> None:
         """Queue one unit's update: download and `after` (an event on the compute stream), update, upload."""
         resident = ug.resident
+        if resident.memory.on_device:
+            self._update_on_device(ug, part, hypers, scale)
+            return
         # A unit's own download is behind its last use on the compute stream: with `after` None that is enough.
         waits = [ug.downloaded] if after is None else [ug.downloaded, after]
         before = saving.before_update(self, resident)
@@ -362,6 +381,22 @@ class Engine:
 
         return then
 
+    def _update_on_device(self, ug: UnitGrads, part: list[GradState], hypers: Hypers, scale: Any) -> None:
+        """Launch one unit's update on the compute stream; once the norm is known, where it must be."""
+        update, params = self._updates[ug.resident.unit.index], [s.p for s in part]
+
+        def launch() -> None:
+            self._jobs.wait_norm()
+            before = saving.before_update(self, ug.resident)
+            if before is not None:
+                before()
+            update.run(params, self._gradients.summing, hypers, scale.value)
+
+        ug.resident.begin_update()
+        ug.resident.deferred = launch
+        if self.config.max_grad_norm is None:
+            ug.resident.wait()
+
     def _zero_grad(self, set_to_none: bool) -> None:
         self._check_open()
         self._gradients.discard()
@@ -377,7 +412,7 @@ class Engine:
                 elif not set_to_none:
                     s.zeroed = True
                 elif s.arrivals and s.published is None and self.config.update == "step":
-                    s.arrivals = s.folded = 0
+                    s.reset()
         if watching:
             self._guard.on()
 
@@ -407,7 +442,7 @@ class Engine:
         written and device copies are refreshed. Untouched parameters keep the low half of their masters."""
         self._check_open()
         self.settle()
-        before = [r.region.clone() for r in self._residents]
+        before = [r.snapshot() for r in self._residents]
         for r in self._residents:
             r.bind_alias()
         try:
@@ -449,19 +484,7 @@ class Engine:
 
     def memory_report(self) -> list[tuple[str, str, int]]:
         """Where every byte lives: (place, what, bytes)."""
-        names = {
-            "param": "parameters",
-            "grad": "gradients",
-            "lo": "master remainders",
-            "m": "first moments",
-            "v": "second moments",
-            "acc": "fp32 gradient sums",
-        }
-        rows = [("host", names.get(k, k), v) for k, v in self._arena.bytes_by_kind.items()]
-        buffers = sum(r.buffer.numel() for r in self._residents if r.buffer is not None)
-        ring = sum(s.bytes.numel() for s in self._ring.slots) if self._ring is not None else 0
-        rows += [("device", "parameter buffers", buffers), ("device", "ring slots", ring)]
-        return [row for row in rows if row[2]]
+        return memory_rows(self._arena, self._residents, self._gradients, self._ring)
 
     def close(self) -> None:
         """Return the model to plain CPU parameters in their original dtype and give all memory back. Idempotent; never

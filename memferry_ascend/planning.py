@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from memferry_ascend import budget
 from memferry_ascend.backends.base import Backend
 from memferry_ascend.config import Config
 from memferry_ascend.errors import FerryError
+from memferry_ascend.hostupdate import is_native
 from memferry_ascend.layers import Layer
+from memferry_ascend.placement import keep_by_reserve
 from memferry_ascend.planner.plan import LayerPlan, Mode, Plan
 from memferry_ascend.planner.profile import Profile
 from memferry_ascend.runtime import Runtime
@@ -76,7 +79,15 @@ def choose_plan(
     if plan is not None:
         check_plan(plan, layers)
         return None, plan
-    return None, rule_plan(layers, runtime.backend)
+    rules = rule_plan(layers, runtime.backend)
+    if config.device_bytes is not None:
+        return None, budget.fit(
+            rules, layers, config.device_bytes, runtime.backend, accumulate=config.accumulate, reserve=config.reserve,
+            device_updates=is_native(optimizer),
+        )  # fmt: skip
+    if config.reserve is not None:
+        rules = keep_by_reserve(rules, layers, runtime.backend, config.reserve)
+    return None, rules
 
 
 def check_plan(plan: Plan, layers: list[Layer]) -> None:
