@@ -13,6 +13,7 @@ for batch in loader:
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from memferry_ascend.engine import Engine
 from memferry_ascend.errors import ConfigError, FerryError
 from memferry_ascend.planner import Plan, Profile
 from memferry_ascend.runtime import Runtime, current, init
+from memferry_ascend.weights import Weights
 
 __version__ = "0.1.0"
 
@@ -46,16 +48,26 @@ def ferry(
     sample_batch: Any = None,
     config: Config | None = None,
     plan: Plan | None = None,
+    weights: str | os.PathLike[str] | None = None,
 ) -> Engine:
     """Move `model` and the state of `optimizer` to host memory and arm them for training on the device.
 
-    model: on the CPU, parameters float32 or bfloat16. Its parameters change storage in place and stay its own.
+    model: on the CPU or, without values, on the meta device; parameters float32 or bfloat16. They change storage in
+        place and stay the model's own.
     optimizer: one torch optimizer over the model's trainable parameters.
     sample_batch: a dict (keyword arguments), a tuple (positional) or one tensor to call the model with; used to measure
         and to keep `Config.device_memory`.
     plan: overrides `Config.planner`.
+    weights: a safetensors file or folder to take parameters and buffers from. Without it a meta model is initialised by
+        each module's own `reset_parameters`.
 
     Raises:
         FerryError: the model, optimizer, plan or sizes do not fit together; nothing has been changed then.
     """
-    return Engine(model, optimizer, current(), config or Config(), plan, sample_batch)
+    if weights is None:
+        return Engine(model, optimizer, current(), config or Config(), plan, sample_batch)
+    opened = Weights(weights)
+    try:
+        return Engine(model, optimizer, current(), config or Config(), plan, sample_batch, opened)
+    finally:
+        opened.close()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from memferry_ascend.deviceupdate import _Segment
     from memferry_ascend.hostmath import AdamHyper, AdamSegment
 
 _BLOCK = 1 << 17  # elements: about 3 MiB of temporaries
@@ -72,12 +73,12 @@ def copy_bytes(dst: int, src: int, nbytes: int) -> None:
 
 
 @torch.no_grad()
-def adam(segment: AdamSegment, h: AdamHyper) -> None:
-    """One update of one segment: `hostmath.AdamProgram.run` in terms of torch operations."""
+def adam(segment: AdamSegment | _Segment, h: AdamHyper, block: int = _BLOCK) -> None:
+    """One update of one segment: `hostmath.AdamProgram.run` in terms of torch operations, `block` elements at a time."""
     bias1 = 1 - h.beta1**h.step
     bias2_sqrt = (1 - h.beta2**h.step) ** 0.5
     scale = -h.grad_scale if h.maximize else h.grad_scale
-    for b in _blocks(segment.numel):
+    for b in _blocks(segment.numel, block):
         param = segment.param[b]
         p = param if segment.lo is None else _joined(param, segment.lo[b])
         g = segment.grad[b].float()  # the gradient itself when it is fp32: never written below

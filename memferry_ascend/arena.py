@@ -146,6 +146,9 @@ class Arena:
 class UnitMemory:
     """One unit's regions and the views the engine works with."""
 
+    on_device = False
+    """The unit has nothing in the arena (`deviceupdate.py`)."""
+
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.layout = Layout(unit)

@@ -8,10 +8,13 @@ from torch import nn
 from memferry_ascend import hostmath, limits
 from memferry_ascend.arena import Arena, UnitMemory
 from memferry_ascend.backends.base import Backend
+from memferry_ascend.deviceupdate import DeviceMemory, DeviceUpdate
 from memferry_ascend.errors import FerryError
 from memferry_ascend.hostupdate import NativeUpdate, Scratch, TorchUpdate, UnitUpdate, is_native
-from memferry_ascend.layers import Layer, Param, Unit
+from memferry_ascend.layers import Param, Unit
+from memferry_ascend.planner.plan import Update
 from memferry_ascend.ring import Ring
+from memferry_ascend.weights import Source, bind
 
 
 def refuse_model(model: nn.Module) -> None:
@@ -60,7 +63,9 @@ def assign_groups(params: list[Param], optimizer: torch.optim.Optimizer) -> None
 def fill(
     units: list[Unit],
     arena: Arena,
+    backend: Backend,
     native: bool,
+    source: Source,
     out: list[UnitMemory],
     originals: dict[int, torch.Tensor],
 ) -> None:
@@ -71,6 +76,10 @@ def fill(
     """
     left = limits.expected(units, native)
     for unit in units:
+        if unit.plan.update is Update.DEVICE:
+            out.append(DeviceMemory(unit, backend))
+            _move_in(out[-1], source, originals)
+            continue
         memory = UnitMemory(unit)
         for kind, nbytes, mapped in limits.regions(unit, native):
             region = arena.region(kind, nbytes, mapped=mapped, expect=left[kind])
@@ -82,16 +91,26 @@ def fill(
             else:
                 memory.state[kind] = region
         out.append(memory)
-        for p in unit.params:
-            set_master(memory, p, p.param.detach())
-            if not p.trainable and p.param.dtype is not p.dtype:
-                originals[p.index] = p.param.data
-            p.param.grad = None
-            p.param.data = memory.device_param(p)
+        _move_in(memory, source, originals)
+    source.finish()
+
+
+def _move_in(memory: UnitMemory, source: Source, originals: dict[int, torch.Tensor]) -> None:
+    for layer in memory.unit.layers:
+        with source.values(layer) as values:
+            for p in layer.params:
+                set_master(memory, p, values.pop(p.index))
+                if not p.trainable and p.param.dtype is not p.dtype and not p.param.is_meta:
+                    originals[p.index] = p.param.data
+                p.param.grad = None
+                bind(p.param, memory.device_param(p))
 
 
 def set_master(memory: UnitMemory, p: Param, value: torch.Tensor) -> None:
-    """Write a master value (any float dtype, CPU) into the arena."""
+    """Write a master value (any float dtype, CPU) into the unit's memory."""
+    if isinstance(memory, DeviceMemory):
+        memory.set_master(p, value)
+        return
     target = memory.host_param(p)
     if p.dtype is torch.bfloat16 and p.trainable:
         flat = value.detach().float().contiguous().view(-1)
@@ -103,6 +122,8 @@ def set_master(memory: UnitMemory, p: Param, value: torch.Tensor) -> None:
 
 def get_master(memory: UnitMemory, p: Param) -> torch.Tensor:
     """A copy of a parameter's master: fp32 for trainable parameters, the stored dtype for frozen ones."""
+    if isinstance(memory, DeviceMemory):
+        return memory.master(p)
     if p.dtype is torch.bfloat16 and p.trainable:
         out = torch.empty(p.numel, dtype=torch.float32)
         hostmath.join_master(memory.host_param(p).view(-1), memory.host_state("lo", p), out)
@@ -122,7 +143,9 @@ def make_updates(
         if not params:
             continue
         update: UnitUpdate
-        if native:
+        if isinstance(memory, DeviceMemory):
+            update = DeviceUpdate(memory, params, type(optimizer) is torch.optim.AdamW)
+        elif native:
             update = NativeUpdate(memory, params, type(optimizer) is torch.optim.AdamW)
         else:
             assert scratch is not None
@@ -135,9 +158,9 @@ def make_updates(
     return out
 
 
-def make_ring(units: list[Unit], backend: Backend) -> Ring | None:
-    """A ring that holds the largest streamed unit, or None when nothing is streamed."""
-    shape = limits.ring_shape(units)
+def make_ring(units: list[Unit], backend: Backend, slots: int) -> Ring | None:
+    """A ring of at most `slots` slots that holds the largest streamed unit, or None when nothing is streamed."""
+    shape = limits.ring_shape(units, slots)
     return None if shape is None else Ring(backend, *shape)
 
 
@@ -147,16 +170,3 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
                 module._buffers[name] = buffer.to(device)
-
-
-def distant(layers: list[Layer]) -> frozenset[str]:
-    """Layers that own a parameter other layers read too: each gets a unit of its own."""
-    owners: dict[int, str] = {}
-    out = set()
-    for layer in layers:
-        for p in layer.params:
-            owners[p.index] = layer.name
-        for p in layer.reads:
-            if p not in layer.params:
-                out.add(owners[p.index])
-    return frozenset(out)

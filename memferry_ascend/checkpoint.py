@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from memferry_ascend.deviceupdate import DeviceMemory
 from memferry_ascend.errors import FerryError
 from memferry_ascend.windows import Hook
 
@@ -175,6 +176,12 @@ def refresh(engine: Engine, residents: list[Resident]) -> None:
 def reconcile(engine: Engine, before: list[torch.Tensor]) -> None:
     """After an edit: the master of every element whose value changed is exactly that value."""
     for r, old in zip(engine._residents, before, strict=True):
+        if isinstance(r.memory, DeviceMemory):
+            r.memory.forget_remainders(old)
+            for p in r.unit.params:
+                if p.param.data_ptr() != r.memory.device_param(p).data_ptr():  # `p.data = x`
+                    r.memory.set_master(p, p.param.detach().cpu())
+            continue
         for p in r.unit.params:
             if p.param.data_ptr() != r.memory.device_param(p).data_ptr():  # `p.data = x`
                 r.set_master(p, p.param.detach().cpu())

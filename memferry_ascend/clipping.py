@@ -2,6 +2,7 @@
 
 The norm is taken on the host from the arena's gradients (or their fp32 sums), after their download and before any
 update: the same numbers whatever the plan. Scaling happens inside the update; `p.grad` is left alone.
+A gradient that never leaves the device is measured there, and only its norm comes to the host.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import Any
 
 import torch
 
+from memferry_ascend.arena import Arena
 from memferry_ascend.backends.base import Backend, Event
+from memferry_ascend.deviceupdate import norm_into
 from memferry_ascend.errors import FerryError
 from memferry_ascend.gradients import Gradients, GradState, UnitGrads
 from memferry_ascend.jobs import Jobs
@@ -22,13 +25,24 @@ Parts = list[tuple[UnitGrads, list[GradState]]]
 class Clipper:
     """Asks for the norm of what takes part in a step, and the factor that follows from it."""
 
-    def __init__(self, gradients: Gradients, backend: Backend, jobs: Jobs, max_norm: float | None) -> None:
+    def __init__(
+        self, gradients: Gradients, arena: Arena, backend: Backend, jobs: Jobs, max_norm: float | None
+    ) -> None:
         self._gradients = gradients
         self._backend = backend
         self._jobs = jobs
         self._max_norm = max_norm
         self._asked: Any = None
         self._last: Any = None
+        self._measured: Event | None = None
+        """Behind the kernels that wrote the norms of gradients that never leave the device."""
+        if any(ug.updates_on_device for ug in gradients.units):
+            # A norm stands for its gradient: the norm of one number is that number.
+            region = arena.region("norm", 4 * (max(gradients.by_param) + 1), mapped=True)
+            assert region.device is not None
+            self._host_norms = region.host.view(torch.float32)
+            self._device_norms = region.device.view(torch.float32)
+            self._measured = backend.event()
 
     def begin(self, parts: Parts, after: Event) -> Any:
         """A step starts: returns the scale its updates will find."""
@@ -46,9 +60,17 @@ class Clipper:
         pieces = []
         for ug, part in parts:
             for s in part:
+                if ug.updates_on_device:
+                    assert ug.kept is not None
+                    norm_into(self._device_norms[s.p.index : s.p.index + 1], ug.kept.views[s.p.index])
+                    pieces.append((s.p.index, self._host_norms[s.p.index : s.p.index + 1]))
+                    continue
                 summed = self._gradients.summing
                 host = ug.memory.host_state("acc", s.p) if summed else ug.memory.host_grad(s.p).view(-1)
                 pieces.append((s.p.index, host))
+        if self._measured is not None:
+            self._backend.compute.record(self._measured)
+            waits = [*waits, self._measured]
         return self._jobs.norm([*waits, *(ug.downloaded for ug, _ in parts)], pieces, limit)
 
     def clip_now(self, max_norm: float) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memferry_ascend import arming
+from memferry_ascend.deviceupdate import DeviceMemory
 from memferry_ascend.errors import FerryError
 from memferry_ascend.guard import ReadGuard
 
@@ -72,6 +73,9 @@ def _unhook(engine: Engine) -> None:
         handle.remove()
     for window in engine._windows:
         window.close()
+    direct = engine.__dict__.get("_direct")
+    if direct is not None:
+        direct.remove()
     if engine.optimizer is not None:
         engine.optimizer._detach()
 
@@ -79,7 +83,13 @@ def _unhook(engine: Engine) -> None:
 def _release(engine: Engine) -> None:
     """Let go of every tensor over the arena and of all device memory, then give the pages back."""
     for r in engine._residents:  # by hand: hooks, graphs and frames may hold on to them for a while
-        r.buffer, r.rest, r.ring = None, {}, None
+        r.buffer, r.rest, r.ring, r.deferred = None, {}, None, None
+        if isinstance(r.memory, DeviceMemory):
+            r.memory.release()
+    gradients = engine.__dict__.get("_gradients")
+    for ug in gradients.units if gradients is not None else ():
+        if ug.kept is not None:
+            ug.kept.release()
     ring = engine.__dict__.get("_ring")
     if ring is not None:
         ring.close()

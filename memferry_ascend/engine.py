@@ -24,16 +24,21 @@ from torch.utils.hooks import RemovableHandle
 from memferry_ascend import arming, checkpoint, disarm, hostmath, limits, saving, sharded
 from memferry_ascend.arena import Arena, UnitMemory
 from memferry_ascend.backends.base import Event
+from memferry_ascend.budget import sizing
 from memferry_ascend.clipping import Clipper
 from memferry_ascend.config import Config, host_threads
+from memferry_ascend.deviceupdate import DeviceUpdate
+from memferry_ascend.direct import DirectLayers
 from memferry_ascend.errors import ConfigError, FerryError
 from memferry_ascend.gradients import Gradients, GradState, UnitGrads
 from memferry_ascend.guard import ReadGuard
 from memferry_ascend.hostupdate import Hypers, is_native, refuse, snapshot
 from memferry_ascend.integrity import Integrity, check_trainable
 from memferry_ascend.jobs import make_jobs
-from memferry_ascend.layers import Param, collect, units
+from memferry_ascend.layers import Param, collect, distant, units
+from memferry_ascend.memory_rows import memory_rows
 from memferry_ascend.optimizer import FerryOptimizer
+from memferry_ascend.placement import exchanged, settle
 from memferry_ascend.planner.plan import Plan
 from memferry_ascend.planning import choose_plan
 from memferry_ascend.recorder import Recorder
@@ -41,10 +46,8 @@ from memferry_ascend.runtime import Runtime
 from memferry_ascend.saved import SavedHooks
 from memferry_ascend.shadow import Resident
 from memferry_ascend.tracing import ReadTracer
+from memferry_ascend.weights import Source, Weights
 from memferry_ascend.windows import Hook, Window
-
-GRADIENT_WINDOW = 256 << 20
-"""Bytes of device gradients whose download may be outstanding before the compute stream waits for the oldest."""
 
 _armed: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
@@ -67,6 +70,7 @@ class Engine:
         config: Config,
         plan: Plan | None,
         sample_batch: Any,
+        weights: Weights | None = None,
     ) -> None:
         refuse(optimizer)
         arming.refuse_model(model)
@@ -88,18 +92,22 @@ class Engine:
         arming.assign_groups(self._params, optimizer)
         if not any(p.trainable for p in self._params):
             raise FerryError("ferry: expected at least one trainable parameter, all are frozen")
+        source = Source(model, layers, weights)
         ranks = runtime.ranks
         if ranks is not None:
             sharded.meet(ranks, layers, model, optimizer, config, plan)
         self.profile, self.plan = choose_plan(plan, layers, model, optimizer, runtime, config, sample_batch)
         if ranks is not None:
-            self.plan = sharded.choose(ranks, plan, self.plan)
+            self.plan = exchanged(sharded.choose(ranks, plan, self.plan))
+        self.plan = settle(self.plan, layers, backend, optimizer)
         by_name = {lp.name: lp for lp in self.plan.layers}
-        self._units = units(layers, by_name, alone=arming.distant(layers))
+        self._units = units(layers, by_name, alone=distant(layers))
+        base = self.profile.base_bytes if self.profile is not None else 0
+        self._sizing = sizing(self._units, config.device_bytes, accumulate=config.accumulate, base=base)
         native = is_native(optimizer)
         self.recorder = Recorder(backend)
         self._parallel: sharded.DataParallel | None = None
-        limits.check_device(self._units, backend)
+        limits.check_device(self._units, backend, self._sizing.slots, config.accumulate)
         if ranks is None:
             need = limits.arena_bytes(self._units, native, config.accumulate)
             limits.check_host(need | limits.state_bytes(self._units, optimizer), config.host_bytes)
@@ -121,7 +129,7 @@ class Engine:
         self.optimizer: FerryOptimizer = None  # type: ignore[assignment]
         self._saving: saving.Save | None = None
         try:
-            self._arm(layers, optimizer, native)
+            self._arm(layers, optimizer, native, source)
         except BaseException:
             if self._parallel is not None:
                 self._parallel.quiesce()
@@ -131,19 +139,20 @@ class Engine:
         _armed[model] = self
 
     # -- arming --------------------------------------------------------------------------------------------------------
-    def _arm(self, layers: list[Any], optimizer: torch.optim.Optimizer, native: bool) -> None:
+    def _arm(self, layers: list[Any], optimizer: torch.optim.Optimizer, native: bool, source: Source) -> None:
         backend, config = self._backend, self.config
         parallel, memories = self._parallel, self._memories
-        arming.move_buffers(self.model, backend.device)
-        self._ring = arming.make_ring(self._units, backend)
+        self._ring = arming.make_ring(self._units, backend, self._sizing.slots)
         if parallel is None:
-            arming.fill(self._units, self._arena, native, memories, self._originals)
+            arming.fill(self._units, self._arena, backend, native, source, memories, self._originals)
+            arming.move_buffers(self.model, backend.device)
             self._residents = [
                 Resident(u, m, backend, self._jobs, self._ring)
                 for u, m in zip(self._units, memories, strict=True)
             ]
             self._updates = arming.make_updates(memories, optimizer)
         else:
+            arming.move_buffers(self.model, backend.device)
             self._residents, self._updates = parallel.arm(
                 self._units, self._arena, native, self._ring, optimizer
             )
@@ -165,11 +174,18 @@ class Engine:
             self._jobs,
             accumulate=config.accumulate,
             publish=config.update == "step",
-            window=GRADIENT_WINDOW,
+            window=self._sizing.window,
             final=self._update_now if early else None,
         )
+        for ug in self._gradients.units:
+            update = self._updates[ug.resident.unit.index]
+            if isinstance(update, DeviceUpdate):
+                assert ug.kept is not None
+                update.kept = ug.kept
         self._gradients.backward_ended = self._backward_ended
-        self._clipper = Clipper(self._gradients, backend, self._jobs, config.max_grad_norm)
+        self._clipper = Clipper(self._gradients, self._arena, backend, self._jobs, config.max_grad_norm)
+        self._direct = DirectLayers(layers, self._gradients)
+        self._direct.install()
         self._handles += self._gradients.install()
         self._integrity = Integrity(
             [(p, r.rest[p.index]) for r in self._residents for p in r.unit.params], self._handles
@@ -345,6 +361,7 @@ class Engine:
         if self._learned is not None:
             learned, self._learned = self._learned, None
             self._learn(learned)
+            self._direct.learned(learned)
         self._guard.on()
 
     def _check_counts(self, parts: list[tuple[UnitGrads, list[GradState]]]) -> None:
@@ -361,6 +378,9 @@ class Engine:
     ) -> None:
         """Queue one unit's update: download and `after` (an event on the compute stream), update, upload."""
         resident = ug.resident
+        if resident.memory.on_device:
+            self._update_on_device(ug, part, hypers, scale)
+            return
         # A unit's own download is behind its last use on the compute stream: with `after` None that is enough.
         waits = [ug.downloaded] if after is None else [ug.downloaded, after]
         before = saving.before_update(self, resident)
@@ -389,6 +409,22 @@ class Engine:
                 self._saving.notify()
 
         return then
+
+    def _update_on_device(self, ug: UnitGrads, part: list[GradState], hypers: Hypers, scale: Any) -> None:
+        """Launch one unit's update on the compute stream; once the norm is known, where it must be."""
+        update, params = self._updates[ug.resident.unit.index], [s.p for s in part]
+
+        def launch() -> None:
+            self._jobs.wait_norm()
+            before = saving.before_update(self, ug.resident)
+            if before is not None:
+                before()
+            update.run(params, self._gradients.summing, hypers, scale.value)
+
+        ug.resident.begin_update()
+        ug.resident.deferred = launch
+        if self.config.max_grad_norm is None:
+            ug.resident.wait()
 
     def _zero_grad(self, set_to_none: bool) -> None:
         self._check_open()
@@ -429,7 +465,7 @@ class Engine:
                 yield model
             return
         self.settle()
-        before = [r.region.clone() for r in self._residents]
+        before = [r.snapshot() for r in self._residents]
         for r in self._residents:
             r.bind_alias()
         try:
@@ -491,23 +527,10 @@ class Engine:
 
     def memory_report(self) -> list[tuple[str, str, int]]:
         """Where every byte lives: (place, what, bytes)."""
-        names = {
-            "param": "parameters",
-            "grad": "gradients",
-            "lo": "master remainders",
-            "m": "first moments",
-            "v": "second moments",
-            "acc": "fp32 gradient sums",
-            "shared": "parameters, one memory for all ranks of the node",
-            "unsynced": "gradient sums under no_sync",
-        }
-        rows = [("host", names.get(k, k), v) for k, v in self._arena.bytes_by_kind.items()]
-        buffers = sum(r.buffer.numel() for r in self._residents if r.buffer is not None)
-        ring = sum(s.bytes.numel() for s in self._ring.slots) if self._ring is not None else 0
-        rows += [("device", "parameter buffers", buffers), ("device", "ring slots", ring)]
+        rows = memory_rows(self._arena, self._residents, self._gradients, self._ring)
         if self._parallel is not None:
             rows.append(("device", "exchange buffers", self._parallel.device_bytes))
-        return [row for row in rows if row[2]]
+        return rows
 
     def close(self) -> None:
         """Return the model to plain CPU parameters in their original dtype and give all memory back. Idempotent; never

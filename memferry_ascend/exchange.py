@@ -190,10 +190,12 @@ class ShardedGradients(Gradients):
         return None
 
     # -- during the backward pass ------------------------------------------------------------------------------------
-    def _before_hook(self, s: GradState) -> Callable[[torch.Tensor], None]:
+    def _before_hook(
+        self, ug: UnitGrads, s: GradState
+    ) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
         param = s.p.param
 
-        def before(_grad: torch.Tensor) -> None:
+        def before(_grad: torch.Tensor | None) -> None:
             if s.published is not None:
                 if param.grad is None:
                     raise FerryError(
@@ -206,8 +208,9 @@ class ShardedGradients(Gradients):
 
         return before
 
-    def arrive(self, ug: UnitGrads, s: GradState, grad: torch.Tensor) -> None:
+    def arrive(self, ug: UnitGrads, s: GradState, grad: torch.Tensor | None) -> None:
         assert isinstance(ug, ShardedGrads)
+        assert grad is not None, "several ranks exchange gradients: no kernel writes them to the host"
         task = torch._C._current_graph_task_id()
         if task not in self._passes:
             self._passes.add(task)
@@ -273,11 +276,11 @@ class ShardedGradients(Gradients):
             if wanted:
                 if not all(i in ug.here for i in wanted):
                     return
-                self._send(ug, ug.here)
+                self._send_unit(ug, ug.here)
                 ug.gone = True
             self._next += 1
 
-    def _send(self, ug: ShardedGrads, grads: dict[int, torch.Tensor]) -> None:
+    def _send_unit(self, ug: ShardedGrads, grads: dict[int, torch.Tensor]) -> None:
         """Queue one exchange of a unit. `grads` are this rank's, by parameter index; the rest counts as zero."""
         ug.resident.wait()  # an update in flight reads what the download overwrites
         if any(s.arrivals for s in ug.states):
@@ -432,7 +435,7 @@ class ShardedGradients(Gradients):
         is_first, is_late, is_dropped = first.tolist(), late.tolist(), dropped.tolist()
         for ug in self._order:
             if not ug.gone and any(is_first[self._number[s.p.index]] for s in ug.states):
-                self._send(ug, ug.here)
+                self._send_unit(ug, ug.here)
                 ug.gone = True
             self._count(
                 ug,
@@ -442,7 +445,7 @@ class ShardedGradients(Gradients):
             ug.counted.clear()
             again = [s for s in ug.states if is_late[self._number[s.p.index]]]
             if again:
-                self._send(ug, ug.late)
+                self._send_unit(ug, ug.late)
                 self._count(ug, [s for s in again if s.p.index not in ug.counted])
         for ug in self._order:
             ug.here, ug.late, ug.gone = {}, {}, False
@@ -483,8 +486,7 @@ class ShardedGradients(Gradients):
             ug.resident.wait()
             ug.downloaded.synchronize()
             ug.memory.host_grad(s.p).zero_()
-            self._replaced(s)
-            return True
+            return self._replaced(ug, s, None)
         return False
 
     def zero(self, set_to_none: bool, updating: list[UnitGrads]) -> None:

@@ -7,6 +7,10 @@ reuses them in stream order.
 
 Several arrivals before a step are summed in fp32 on the host, in order of arrival: the first is converted, the others
 added. `arrivals` counts what has come since the last step, `folded` how much of that is in the fp32 sum already.
+
+That is placement "stage". A unit that keeps its gradients (`kept.py`) sums on the device and leaves at the step; a
+gradient that a kernel wrote to the arena itself (`direct.py`) arrives without a tensor. Both fall back to staging for
+what they cannot do: a second gradient that nobody declared, a parameter used twice, a user's hook.
 """
 
 from __future__ import annotations
@@ -15,62 +19,17 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 
-from memferry_ascend.arena import Arena, UnitMemory
+from memferry_ascend.arena import Arena
 from memferry_ascend.backends.base import Backend, Event
 from memferry_ascend.errors import FerryError
+from memferry_ascend.gradstate import GradState, UnitGrads, set_grad, user_hooks
 from memferry_ascend.jobs import Jobs
-from memferry_ascend.layers import Param
+from memferry_ascend.kept import Kept
+from memferry_ascend.planner.plan import Grad, Update
 from memferry_ascend.shadow import Resident
-
-
-@dataclass(eq=False)
-class GradState:
-    """One trainable parameter's gradient since the last step."""
-
-    p: Param
-    arrivals: int = 0
-    folded: int = 0
-    published: torch.Tensor | None = None
-    """What `p.grad` was set to when the backward ended; None while it is not set."""
-    zeroed: bool = False
-    """`zero_grad(set_to_none=False)` after the step consumed it: counts as a gradient of zeros."""
-    view: torch.Tensor | None = None
-    sum_view: torch.Tensor | None = None
-    host: torch.Tensor | None = None
-    staged: bool = False
-
-
-@dataclass(eq=False)
-class UnitGrads:
-    """One unit's gradients in flight."""
-
-    resident: Resident
-    states: list[GradState]
-    events: tuple[tuple[Event, Event], tuple[Event, Event]]
-    """Two pairs (ready, downloaded), used in turn: the launching thread may be an iteration ahead of the job that
-    still waits for the other pair."""
-    turn: int = 0
-    tickets: list[int] = field(default_factory=lambda: [0, 0])
-    """The update that waits for each pair."""
-    staged: list[tuple[GradState, torch.Tensor]] = field(default_factory=list)
-
-    @property
-    def ready(self) -> Event:
-        """On the compute stream, behind the last gradient that was taken."""
-        return self.events[self.turn][0]
-
-    @property
-    def downloaded(self) -> Event:
-        """Behind the latest download."""
-        return self.events[self.turn][1]
-
-    @property
-    def memory(self) -> UnitMemory:
-        return self.resident.shard
 
 
 class Gradients:
@@ -105,11 +64,11 @@ class Gradients:
         self._passes: set[int] = set()
         """Backward passes (autograd's numbers) whose end we have asked to be told."""
         self._arrived: list[UnitGrads] = []
+        self._written: list[tuple[UnitGrads, GradState]] = []
         self.summing = False
         """fp32 accumulators exist: several backwards precede a step."""
         self.units: list[UnitGrads] = []
         self.by_param: dict[int, GradState] = {}
-        self._unit_of: dict[int, UnitGrads] = {}
         self.backward_ended: Callable[[], None] | None = None
         self.backward_began: Callable[[], None] | None = None
         for r in residents:
@@ -120,17 +79,24 @@ class Gradients:
             self.units.append(ug)
             for s in states:
                 self.by_param[s.p.index] = s
-                self._unit_of[s.p.index] = ug
             self._bind(ug)
         if accumulate > 1:
             self._start_summing()
 
     def _unit(self, resident: Resident, states: list[GradState]) -> UnitGrads:
-        event = self._backend.event
-        return UnitGrads(resident, states, ((event(), event()), (event(), event())))
+        event, plan = self._backend.event, resident.unit.plan
+        ug = UnitGrads(resident, states, ((event(), event()), (event(), event())))
+        ug.updates_on_device = plan.update is Update.DEVICE
+        if ug.updates_on_device or plan.grad is Grad.KEEP:
+            ug.kept = Kept(
+                self._backend, resident.memory.layout, [s.p for s in states], wide=self._accumulate > 1
+            )
+        return ug
 
     def _bind(self, ug: UnitGrads) -> None:
         """Make the views that gradients are copied to, and that `p.grad` is set to."""
+        if ug.updates_on_device:
+            return
         for s in ug.states:
             s.view = ug.memory.device_grad(s.p)
             s.host = ug.memory.host_grad(s.p)
@@ -154,24 +120,40 @@ class Gradients:
         for ug in self.units:
             for s in ug.states:
                 handles.append(s.p.param.register_post_accumulate_grad_hook(self._arrival_hook(ug, s)))
-                if self.publishes:
-                    handles.append(s.p.param.register_hook(self._before_hook(s)))
+                if self.publishes or s.direct:
+                    handles.append(s.p.param.register_hook(self._before_hook(ug, s)))
         return handles
 
     # -- during the backward pass ------------------------------------------------------------------------------------
-    def _before_hook(self, s: GradState) -> Callable[[torch.Tensor], None]:
-        param = s.p.param
-
-        def before(_grad: torch.Tensor) -> None:
-            # Take our published gradient away before autograd would add to it in place.
-            if s.published is not None:
-                if param.grad is None:
-                    s.arrivals = s.folded = 0  # the user discarded it
-                elif param.grad is s.published:
-                    param.grad = None
-                s.published = None
+    def _before_hook(
+        self, ug: UnitGrads, s: GradState
+    ) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
+        def before(grad: torch.Tensor | None) -> torch.Tensor | None:
+            self._reclaim(s)
+            s.partial = False
+            if s.written:
+                if grad is None:
+                    self.arrive(ug, s, None)
+                else:
+                    # Read somewhere that no forward pass has shown us: add that part as autograd would have, once,
+                    # over the link; from now on this parameter is staged.
+                    s.written = s.direct = False
+                    assert s.view is not None
+                    return s.view + grad
+            return None
 
         return before
+
+    @staticmethod
+    def _reclaim(s: GradState) -> None:
+        """Take our published gradient away before autograd would add to it in place."""
+        if s.published is None:
+            return
+        if s.p.param.grad is s.published:
+            s.p.param.grad = None
+            s.published = None
+        else:  # the user discarded it, or put a tensor there that autograd adds to
+            s.reset()
 
     def _arrival_hook(self, ug: UnitGrads, s: GradState) -> Callable[[torch.Tensor], None]:
         def arrive(param: torch.Tensor) -> None:
@@ -189,25 +171,35 @@ class Gradients:
 
         return arrive
 
-    def arrive(self, ug: UnitGrads, s: GradState, grad: torch.Tensor) -> None:
-        """Take a gradient produced on the compute stream."""
+    def _expect_end(self) -> None:
         task = torch._C._current_graph_task_id()
         if task not in self._passes:
             # Once per pass, nested (re-entrant) ones included. A pass that raises never calls back, so what it leaves
             # here is no more than a number.
             self._passes.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
+
+    def arrive(self, ug: UnitGrads, s: GradState, grad: torch.Tensor | None) -> None:
+        """Take a gradient produced on the compute stream; None: a kernel wrote it to the arena."""
+        self._expect_end()
+        s.written = False
         if self._final is not None and s.arrivals + 1 > self._accumulate:
             raise FerryError(
                 f"parameter {s.p.name!r}: gradient {s.arrivals + 1} before step(), but accumulate={self._accumulate} "
                 'was declared with update="backward"; declare the true number, or use update="step"'
             )
-        if grad.is_sparse:
-            grad = grad.to_dense()
+        if not ug.seen:
+            ug.seen = True
+            self._arrived.append(ug)
+        if grad is not None:
+            if grad.is_sparse:
+                grad = grad.to_dense()
+            if grad.dtype != s.p.dtype:  # once an fp32 sum was published, autograd no longer converts
+                grad = grad.to(s.p.dtype)
+            if ug.kept is not None and self._keep(ug, s, grad):
+                return
         if s.staged:
             self._flush(ug)
-        if not ug.staged:
-            self._arrived.append(ug)
         s.staged = True
         ug.staged.append((s, grad))
         if len(ug.staged) == len(ug.states):
@@ -228,29 +220,25 @@ class Gradients:
                 self._next_pair(ug)
                 self._backend.compute.record(ug.ready)
                 self._fold(ug, unfolded, ug.ready)
-        if self.summing:
-            self._jobs.wait_folds(ug.resident.unit.index)  # the copy below overwrites what a fold reads
-        self._next_pair(ug)
+        self._wait_folds(ug)  # the copy below overwrites what a fold reads
         pairs = []
         nbytes = 0
         for s, grad in staged:
             s.staged = False
-            dst = s.host
-            assert dst is not None
-            if grad.dtype != dst.dtype:
-                grad = grad.to(dst.dtype)
-            pairs.append((dst, grad.contiguous()))
-            nbytes += dst.nbytes
-        self._download.copy_behind(self._backend.compute, pairs, ug.ready, ug.downloaded)
-        self._in_flight.append((ug.downloaded, [g for _, g in pairs], nbytes))
-        self._in_flight_bytes += nbytes
+            if grad is not None:
+                assert s.host is not None
+                pairs.append((s.host, grad.contiguous()))
+                nbytes += s.host.nbytes
+        self._to_host(ug, pairs)
+        if pairs:
+            self._in_flight.append((ug.downloaded, [g for _, g in pairs], nbytes))
+            self._in_flight_bytes += nbytes
         for s, _ in staged:
             s.arrivals += 1
             s.zeroed = False
         if self.summing:
             self._fold(ug, [s for s, _ in staged])
-        if self._final is not None and all(s.arrivals == self._accumulate for s in ug.states):
-            self._final(ug)
+        self._maybe_final(ug)
         while self._in_flight_bytes > self._window and len(self._in_flight) > 1:
             self._let_go()
 
@@ -258,6 +246,92 @@ class Gradients:
         """Use the other pair of events; an update that waits for it is older than the one before."""
         ug.turn ^= 1
         self._jobs.wait_ticket(ug.resident.unit.index, ug.tickets[ug.turn])
+
+    def _to_host(self, ug: UnitGrads, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Queue copies behind the compute stream; `downloaded` is then behind them and behind what kernels on the
+        compute stream wrote to the arena themselves."""
+        self._next_pair(ug)
+        if pairs:
+            self._download.copy_behind(self._backend.compute, pairs, ug.ready, ug.downloaded)
+            return
+        self._backend.compute.record(ug.ready)
+        self._download.wait(ug.ready)
+        self._download.record(ug.downloaded)
+
+    def _wait_folds(self, ug: UnitGrads) -> None:
+        if self.summing:
+            self._jobs.wait_folds(ug.resident.unit.index)
+
+    def _maybe_final(self, ug: UnitGrads) -> None:
+        if self._final is not None and all(s.arrivals == self._accumulate for s in ug.states):
+            if ug.kept is not None and not ug.updates_on_device:
+                self._send(ug, ug.states)
+            self._final(ug)
+
+    # -- kept on the device ------------------------------------------------------------------------------------------
+    def _keep(self, ug: UnitGrads, s: GradState, grad: torch.Tensor) -> bool:
+        """Put a gradient into the unit's device buffer. False: it must be staged."""
+        kept = ug.kept
+        assert kept is not None
+        if s.arrivals and not s.on_device:
+            return False
+        if s.arrivals and not (kept.exact(s.p) if ug.updates_on_device else kept.wide):
+            if not ug.updates_on_device:  # nobody declared it: go on with the sum on the host
+                self._to_host(ug, [(ug.memory.host_grad(s.p), kept.views[s.p.index])])
+                kept.leaving, s.on_device = True, False
+                return False
+            kept.widen()
+        ug.resident.wait()  # an update in flight may still need what is there
+        if kept.leaving:
+            self._backend.compute.wait(ug.downloaded)
+            kept.leaving = False
+        kept.put(s.p, grad, first=s.arrivals == 0)
+        s.arrivals += 1
+        s.on_device, s.zeroed = True, False
+        if kept.wide:
+            s.folded = s.arrivals
+        self._maybe_final(ug)
+        return True
+
+    def _send(self, ug: UnitGrads, states: list[GradState]) -> None:
+        """Queue the download of kept gradients: the whole unit in one copy where all of it takes part."""
+        kept, memory = ug.kept, ug.memory
+        assert kept is not None and memory.grad is not None
+        ug.resident.wait()
+        self._wait_folds(ug)
+        if len(states) == len(ug.states):
+            target = memory.state["acc"].host if kept.wide else memory.grad.host
+            n = min(target.numel(), kept.buffer.numel())
+            pairs = [(target[:n], kept.buffer[:n])]
+        elif kept.wide:
+            pairs = [(memory.host_state("acc", s.p).view(s.p.shape), kept.views[s.p.index]) for s in states]
+        else:
+            pairs = [(memory.host_grad(s.p), kept.views[s.p.index]) for s in states]
+        self._to_host(ug, pairs)
+        kept.leaving = True
+        for s in states:
+            s.folded = s.arrivals if kept.wide else 0
+
+    # -- written by kernels ------------------------------------------------------------------------------------------
+    def direct_target(self, ug: UnitGrads, s: GradState) -> torch.Tensor | None:
+        """Where a kernel launched now may write this pass's gradient of a parameter; None: give it to autograd."""
+        param = s.p.param
+        if not s.direct or s.staged or s.written or s.partial or user_hooks(param):
+            return None
+        if param.grad is not None and param.grad is not s.published:
+            return None
+        self._reclaim(s)
+        if s.arrivals > s.folded:
+            return None  # the arena holds the only copy of an earlier gradient
+        ug.resident.wait()
+        self._wait_folds(ug)
+        return s.view
+
+    def direct_written(self, ug: UnitGrads, s: GradState) -> None:
+        """The kernel that writes to `direct_target` has been launched."""
+        self._expect_end()
+        s.written = True
+        self._written.append((ug, s))
 
     def _let_go(self) -> None:
         """Make the compute stream wait for the oldest download, then drop its device tensors."""
@@ -280,22 +354,28 @@ class Gradients:
     def _start_summing(self) -> None:
         if self.summing:
             return
-        total = sum(ug.memory.layout.elements * 4 for ug in self.units)
+        summed = [ug for ug in self.units if not ug.updates_on_device]
+        total = sum(ug.memory.layout.elements * 4 for ug in summed)
         regions = []
-        for ug in self.units:  # all or nothing: the arena may refuse
+        for ug in summed:  # all or nothing: the arena may refuse
             nbytes = ug.memory.layout.elements * 4
             regions.append(self._arena.region("acc", nbytes, mapped=True, expect=total))
             total -= nbytes
         self.summing = True
-        for ug, region in zip(self.units, regions, strict=True):
+        for ug, region in zip(summed, regions, strict=True):
             ug.memory.state["acc"] = region
             self._bind_sums(ug)
 
     def _end(self, task: int) -> None:
         """Autograd calls this when a backward pass (or a nested, re-entrant one) has run all its nodes."""
+        written, self._written = self._written, []
+        for ug, s in written:
+            if s.written:  # a torch that runs no hooks for an undefined gradient
+                self.arrive(ug, s, None)
         self._passes.discard(task)
         arrived, self._arrived = self._arrived, []
         for ug in arrived:
+            ug.seen = False
             self._flush(ug)
         if self.backward_ended is not None:
             self.backward_ended()
@@ -304,14 +384,15 @@ class Gradients:
         while self._in_flight:
             self._let_go()
         for ug in arrived:
-            if self.summing:
-                self._jobs.wait_folds(ug.resident.unit.index)
+            self._wait_folds(ug)
             for s in ug.states:
                 if s.arrivals and s.published is None:
-                    self._publish_one(s)
+                    self._publish_one(ug, s)
 
-    def _publish_one(self, s: GradState) -> None:
+    def _publish_one(self, ug: UnitGrads, s: GradState) -> None:
         grad = s.sum_view if self.summing and s.folded else s.view
+        if s.on_device and ug.kept is not None:
+            grad = ug.kept.views[s.p.index]
         assert grad is not None
         if grad.dtype != s.p.param.dtype:
             set_grad(s.p.param, grad)
@@ -325,6 +406,7 @@ class Gradients:
             for s, _ in ug.staged:
                 s.staged = False
             ug.staged.clear()
+            ug.seen = False
         self._arrived = []
         self._passes.clear()
         while self.publishes and self._in_flight:  # otherwise a pass that ended has let go of all
@@ -332,6 +414,13 @@ class Gradients:
                 FerryError
             ):  # a copy of what is discarded here had failed; that was said
                 self._let_go()
+        self._forget_written()
+
+    def _forget_written(self) -> None:
+        """Of a backward pass that raised: autograd has not taken what kernels wrote, so it does not count."""
+        for _, s in self._written:
+            s.written = s.partial = False
+        self._written.clear()
 
     # -- at the step -------------------------------------------------------------------------------------------------
     def release_device(self) -> None:
@@ -344,19 +433,26 @@ class Gradients:
         `p.grad` since the backward: None discards, another tensor replaces."""
         out = []
         self._passes.clear()
+        self._forget_written()
         for ug in self._arrived:  # of a backward pass that raised: what had come counts, as in plain PyTorch
+            ug.seen = False
             self._flush(ug)
         self._arrived = []
-        for ug in self.units:
+        for ug in sorted(self.units, key=lambda ug: ug.resident.order):
             part = [s for s in ug.states if self._takes_part(ug, s)]
             if not part:
                 continue
+            out.append((ug, part))
+            if ug.updates_on_device:
+                continue
+            kept = [s for s in part if s.on_device]
+            if kept:
+                self._send(ug, kept)
             if self.summing:
                 unfolded = [s for s in part if s.folded < s.arrivals]
                 if unfolded:
                     self._backend.compute.record(ug.ready)
                     self._fold(ug, unfolded, ug.ready)
-            out.append((ug, part))
         return out
 
     def _takes_part(self, ug: UnitGrads, s: GradState) -> bool:
@@ -368,31 +464,36 @@ class Gradients:
                 return True  # update="backward": never published
             if s.zeroed:
                 ug.resident.wait()  # an update in flight reads what is written here
+                if ug.updates_on_device:
+                    return self._replaced(ug, s, torch.zeros((), device=s.p.param.device))
                 self._backend.compute.synchronize()
                 ug.memory.host_grad(s.p).zero_()
-                self._replaced(s)
-                return True
-            s.arrivals = s.folded = 0
-            s.published = None
+                return self._replaced(ug, s, None)
+            s.reset()
             return False
         if grad.shape != s.p.shape:
             raise FerryError(
                 f"parameter {s.p.name!r}: p.grad has shape {tuple(grad.shape)}, expected {tuple(s.p.shape)}"
             )
         ug.resident.wait()  # an update in flight reads what the download overwrites
-        if self.summing:
-            self._jobs.wait_folds(ug.resident.unit.index)
-        self._backend.compute.record(ug.ready)
-        self._download.wait(ug.ready)
+        if ug.updates_on_device:
+            return self._replaced(ug, s, grad.detach())
+        self._wait_folds(ug)
         target = ug.memory.host_grad(s.p)
-        self._download.copy(target, grad.detach().to(target.dtype).contiguous())
-        self._download.record(ug.downloaded)
+        self._to_host(ug, [(target, grad.detach().to(target.dtype).contiguous())])
         ug.downloaded.synchronize()
-        self._replaced(s)
-        return True
+        return self._replaced(ug, s, None)
 
-    def _replaced(self, s: GradState) -> None:
-        s.arrivals, s.folded, s.published, s.zeroed = 1, 0, None, False
+    def _replaced(self, ug: UnitGrads, s: GradState, grad: torch.Tensor | None) -> bool:
+        """The gradient is another than what arrived: `grad`, for the device, or what was written to the arena."""
+        s.reset()
+        s.arrivals, s.zeroed = 1, False
+        if grad is not None:
+            assert ug.kept is not None
+            ug.resident.wait()
+            ug.kept.put(s.p, grad, first=True)
+            s.on_device = True
+        return True
 
     def zero(self, set_to_none: bool, updating: list[UnitGrads]) -> None:
         """`optimizer.zero_grad()`. `updating` were updated during the backward pass: the coming step counts them."""
@@ -407,22 +508,11 @@ class Gradients:
                 elif not set_to_none:
                     s.zeroed = True
                 elif s.arrivals and s.published is None and id(ug) not in early:
-                    s.arrivals = s.folded = 0
+                    s.reset()
 
     def consumed(self, part: list[GradState]) -> None:
         """The step has taken these: `p.grad` becomes None."""
         for s in part:
-            s.arrivals = s.folded = 0
-            s.published = None
+            s.reset()
             s.zeroed = False
             s.p.param.grad = None
-
-
-def set_grad(param: torch.nn.Parameter, grad: torch.Tensor) -> None:
-    """`param.grad = grad` for an fp32 sum of a narrower parameter."""
-    if hasattr(param, "grad_dtype"):
-        param.grad_dtype = None
-        param.grad = grad
-    else:
-        param.grad = torch.empty(0, dtype=param.dtype, device=param.device).expand(param.shape)
-        param.grad.data = grad

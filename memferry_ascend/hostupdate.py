@@ -129,16 +129,14 @@ def _belongs(value: torch.Tensor, p: Param) -> bool:
     )
 
 
-class NativeUpdate(UnitUpdate):
-    """AdamW and Adam in one pass. Neighbouring parameters with equal hyperparameters are one segment."""
+class AdamUpdate(UnitUpdate):
+    """AdamW and Adam, wherever the memory is. Neighbouring parameters with equal hyperparameters are one segment."""
 
     def __init__(self, memory: UnitMemory, params: list[Param], decoupled: bool) -> None:
         super().__init__(memory, params)
         self._decoupled = decoupled
         self._runs = self._merge(params)
         self._single = [[p] for p in params]
-        self._programs: dict[tuple[bool, bool], hostmath.AdamProgram] = {}
-        self._program(False, True)
 
     def _merge(self, params: list[Param]) -> list[list[Param]]:
         """Runs of parameters that are adjacent in both layouts; the gaps between them hold zeros and stay zero."""
@@ -155,6 +153,52 @@ class NativeUpdate(UnitUpdate):
             else:
                 runs.append([p])
         return runs
+
+    def _take(self, part: Sequence[Param]) -> tuple[list[list[Param]], list[bool]]:
+        """Count one more step of `part`: the segments to update, and which of them take part."""
+        taking = {p.index for p in part}
+        merged = len(taking) == len(self.params) and len(set(self.steps.values())) <= 1
+        groups = self._runs if merged else self._single
+        for p in part:
+            self.steps[p.index] += 1
+        return groups, [run[0].index in taking for run in groups]
+
+    def _hyper(self, p: Param, hypers: Hypers, scale: float, on: bool) -> hostmath.AdamHyper:
+        h = hypers[p.group]
+        beta1, beta2 = h["betas"]
+        return hostmath.AdamHyper(
+            lr=float(h["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=h["eps"],
+            weight_decay=h["weight_decay"],
+            step=self.steps[p.index] if on else 1,
+            decoupled=bool(h.get("decoupled_weight_decay", self._decoupled)),
+            maximize=bool(h.get("maximize")),
+            grad_scale=scale,
+        )
+
+    def check_state(self, p: Param, state: Any) -> None:
+        super().check_state(p, state)
+        missing = {"step", "exp_avg", "exp_avg_sq"} - set(state)
+        if state and missing:
+            raise FerryError(
+                f"optimizer state of {p.name!r}: expected exp_avg, exp_avg_sq and step, missing {sorted(missing)}"
+            )
+        for key in ("exp_avg", "exp_avg_sq") if state else ():
+            if not isinstance(state[key], torch.Tensor) or state[key].shape != p.shape:
+                raise FerryError(
+                    f"optimizer state of {p.name!r}: {key} is no tensor of shape {tuple(p.shape)}"
+                )
+
+
+class NativeUpdate(AdamUpdate):
+    """In one native pass over the arena."""
+
+    def __init__(self, memory: UnitMemory, params: list[Param], decoupled: bool) -> None:
+        super().__init__(memory, params, decoupled)
+        self._programs: dict[tuple[bool, bool], hostmath.AdamProgram] = {}
+        self._program(False, True)
 
     def _program(self, summed: bool, merged: bool) -> hostmath.AdamProgram:
         key = (summed, merged)
@@ -199,29 +243,9 @@ class NativeUpdate(UnitUpdate):
     def _rows(
         self, part: Sequence[Param], summed: bool, hypers: Hypers, scale: float
     ) -> tuple[hostmath.AdamProgram, list[hostmath.AdamHyper], list[bool]]:
-        taking = {p.index for p in part}
-        merged = len(taking) == len(self.params) and len(set(self.steps.values())) <= 1
-        groups = self._runs if merged else self._single
-        for p in part:
-            self.steps[p.index] += 1
-        enabled = [run[0].index in taking for run in groups]
+        groups, enabled = self._take(part)
         rows = [self._hyper(run[0], hypers, scale, on) for run, on in zip(groups, enabled, strict=True)]
-        return self._program(summed, merged), rows, enabled
-
-    def _hyper(self, p: Param, hypers: Hypers, scale: float, on: bool) -> hostmath.AdamHyper:
-        h = hypers[p.group]
-        beta1, beta2 = h["betas"]
-        return hostmath.AdamHyper(
-            lr=float(h["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=h["eps"],
-            weight_decay=h["weight_decay"],
-            step=self.steps[p.index] if on else 1,
-            decoupled=bool(h.get("decoupled_weight_decay", self._decoupled)),
-            maximize=bool(h.get("maximize")),
-            grad_scale=scale,
-        )
+        return self._program(summed, groups is self._runs), rows, enabled
 
     def state_of(self, p: Param) -> dict[str, Any]:
         if not self.steps[p.index]:
@@ -231,19 +255,6 @@ class NativeUpdate(UnitUpdate):
             "exp_avg": self.memory.host_state("m", p).view(p.shape),
             "exp_avg_sq": self.memory.host_state("v", p).view(p.shape),
         }
-
-    def check_state(self, p: Param, state: Any) -> None:
-        super().check_state(p, state)
-        missing = {"step", "exp_avg", "exp_avg_sq"} - set(state)
-        if state and missing:
-            raise FerryError(
-                f"optimizer state of {p.name!r}: expected exp_avg, exp_avg_sq and step, missing {sorted(missing)}"
-            )
-        for key in ("exp_avg", "exp_avg_sq") if state else ():
-            if not isinstance(state[key], torch.Tensor) or state[key].shape != p.shape:
-                raise FerryError(
-                    f"optimizer state of {p.name!r}: {key} is no tensor of shape {tuple(p.shape)}"
-                )
 
     def load_state(self, p: Param, state: Mapping[str, Any]) -> None:
         if not state:

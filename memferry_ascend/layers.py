@@ -116,7 +116,7 @@ def _check(name: str, p: nn.Parameter) -> None:
             f"ferry: parameter {name!r} has dtype {p.dtype}; expected float32 or bfloat16: convert it first "
             "(model.float())"
         )
-    if p.device.type != "cpu":
+    if p.device.type not in ("cpu", "meta"):
         raise FerryError(
             f"ferry: parameter {name!r} is on {p.device}; expected a model on the CPU: build it there and let ferry "
             "place it, or call model.cpu() first"
@@ -221,3 +221,16 @@ def units(
         run.append(layer)
     close()
     return out
+
+
+def distant(layers: list[Layer]) -> frozenset[str]:
+    """Layers that own a parameter other layers read too: each gets a unit of its own."""
+    owners: dict[int, str] = {}
+    out = set()
+    for layer in layers:
+        for p in layer.params:
+            owners[p.index] = layer.name
+        for p in layer.reads:
+            if p not in layer.params:
+                out.add(owners[p.index])
+    return frozenset(out)

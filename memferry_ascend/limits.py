@@ -17,10 +17,12 @@ import torch
 from memferry_ascend import sizes
 from memferry_ascend.arena import Arena, Layout
 from memferry_ascend.backends.base import Backend, HostSlab, align
+from memferry_ascend.deviceupdate import state_bytes as state_bytes_on_device
 from memferry_ascend.errors import FerryError
 from memferry_ascend.hostupdate import is_native
+from memferry_ascend.kept import kept_bytes
 from memferry_ascend.layers import Unit
-from memferry_ascend.planner.plan import Mode
+from memferry_ascend.planner.plan import Grad, Mode, Update
 
 MARGIN = 0.05
 """Share of what is free that stays free when no bound is given."""
@@ -38,12 +40,15 @@ NAMES = {
     "shared": "parameters, one memory for all ranks of the node",
     "unsynced": "gradient sums under no_sync",
     "state": "optimizer state",
+    "norm": "gradient norms of device updates",
     "scratch": "one unit's fp32 masters and gradients",
 }
 
 
 def regions(unit: Unit, native: bool) -> list[tuple[str, int, bool]]:
     """The regions of a unit in the order they are taken: (kind, bytes, mapped)."""
+    if unit.plan.update is Update.DEVICE:
+        return []
     layout = Layout(unit)
     out = [("param", layout.nbytes, True)]
     if layout.grad_nbytes:
@@ -81,7 +86,8 @@ def arena_bytes(units: Sequence[Unit], native: bool, accumulate: int) -> dict[st
             arena.region(kind, nbytes, mapped=mapped, expect=left[kind])
             left[kind] -= nbytes
     if accumulate > 1:
-        elements = [Layout(u).elements for u in units if any(p.trainable for p in u.params)]
+        here = [u for u in units if u.plan.update is Update.HOST]
+        elements = [Layout(u).elements for u in here if any(p.trainable for p in u.params)]
         total = sum(elements) * 4
         for n in elements:
             arena.region("acc", n * 4, mapped=True, expect=total)
@@ -114,23 +120,31 @@ def state_bytes(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> dict
     return {"state": per_element * trained, "scratch": scratch}
 
 
-def device_bytes(units: Sequence[Unit]) -> dict[str, int]:
-    """Bytes of the plan's device buffers and ring slots, by mode."""
+def device_bytes(units: Sequence[Unit], slots: int = RING_SLOTS, accumulate: int = 1) -> dict[str, int]:
+    """Bytes of the plan's device buffers and ring slots, by mode, and of what stays there for the step."""
     need: dict[str, int] = {}
     for unit in units:
+        layout, device = Layout(unit), unit.plan.update is Update.DEVICE
+        stays = 0
+        if device or unit.plan.grad is Grad.KEEP:
+            stays += kept_bytes(layout, accumulate > 1)
+        if device:
+            stays += state_bytes_on_device(layout, any(p.dtype is torch.bfloat16 for p in unit.params))
+        if stays:
+            need["kept for the step"] = need.get("kept for the step", 0) + stays
         if unit.plan.mode in (Mode.GFGB, Mode.DFGB):
             mode = str(unit.plan.mode)
             need[mode] = need.get(mode, 0) + align(Layout(unit).nbytes)
-    slots = ring_shape(units)
-    if slots is not None:
-        need[f"STREAM ring of {slots[0]}"] = slots[0] * slots[1]
+    ring = ring_shape(units, slots)
+    if ring is not None:
+        need[f"STREAM ring of {ring[0]}"] = ring[0] * ring[1]
     return need
 
 
-def ring_shape(units: Sequence[Unit]) -> tuple[int, int] | None:
-    """Slots of the ring and bytes of each; None when nothing is streamed."""
+def ring_shape(units: Sequence[Unit], slots: int = RING_SLOTS) -> tuple[int, int] | None:
+    """Slots of the ring, at most `slots`, and bytes of each; None when nothing is streamed."""
     streamed = [Layout(u).nbytes for u in units if u.plan.mode is Mode.STREAM]
-    return (min(RING_SLOTS, len(streamed)), align(max(streamed))) if streamed else None
+    return (min(slots, len(streamed)), align(max(streamed))) if streamed else None
 
 
 def check_host(need: dict[str, int], limit: int | None) -> None:
@@ -150,13 +164,15 @@ def check_host(need: dict[str, int], limit: int | None) -> None:
         )
 
 
-def check_device(units: Sequence[Unit], backend: Backend) -> None:
+def check_device(
+    units: Sequence[Unit], backend: Backend, slots: int = RING_SLOTS, accumulate: int = 1
+) -> None:
     """Refuse a plan whose buffers do not fit on the device.
 
     Raises:
         FerryError: names what the plan needs, what is free, the three largest consumers and what streaming would need.
     """
-    need = device_bytes(units)
+    need = device_bytes(units, slots, accumulate)
     total, stats = sum(need.values()), backend.memory_stats()
     if total > stats.free:
         largest = max(align(Layout(u).nbytes) for u in units)

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from memferry_ascend import profile_plan, profiler
+from memferry_ascend import budget, profile_plan, profiler
 from memferry_ascend.backends.base import Backend
 from memferry_ascend.config import Config
 from memferry_ascend.errors import ConfigError, FerryError
+from memferry_ascend.hostupdate import is_native
 from memferry_ascend.layers import Layer
+from memferry_ascend.placement import keep_by_reserve
 from memferry_ascend.planner.plan import LayerPlan, Mode, Plan
 from memferry_ascend.planner.profile import Profile
 from memferry_ascend.runtime import Runtime
@@ -86,7 +88,15 @@ def choose_plan(
         check_plan(plan, layers)
         return None, plan
     if sample_batch is None or config.planner == "rules":
-        return None, rule_plan(layers, runtime.backend)
+        rules = rule_plan(layers, runtime.backend)
+        if config.device_bytes is not None:
+            return None, budget.fit(
+                rules, layers, config.device_bytes, runtime.backend, accumulate=config.accumulate, reserve=config.reserve,
+                device_updates=is_native(optimizer),
+            )  # fmt: skip
+        if config.reserve is not None:
+            rules = keep_by_reserve(rules, layers, runtime.backend, config.reserve)
+        return None, rules
     measured = profiler.measure(model, layers, optimizer, runtime, config, sample_batch)
     return measured.profile, measured_plan(measured.profile, layers, config, runtime.backend)
 
@@ -94,13 +104,13 @@ def choose_plan(
 def measured_plan(profile: Profile, layers: list[Layer], config: Config, backend: Backend) -> Plan:
     """The plan of `config.planner` ("search" or "paper") for a measured profile, in the order of `layers`. Without
     `device_memory` the budget is what is free on the device less a margin."""
-    budget = config.device_bytes
-    if budget is None and config.planner == "search":
-        budget = int(backend.memory_stats().free * (1 - DEVICE_MARGIN))
+    limit = config.device_bytes
+    if limit is None and config.planner == "search":
+        limit = int(backend.memory_stats().free * (1 - DEVICE_MARGIN))
     plan = profile_plan.plan_profile(
         profile,
         config.planner,
-        device_memory=budget,
+        device_memory=limit,
         reserve=config.reserve,
         update=config.update,
         accumulate=config.accumulate,

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from memferry_ascend import sizes
+from memferry_ascend.budget import WINDOW
 from memferry_ascend.errors import FerryError
 from memferry_ascend.layers import LARGEST_UNIT, SMALLEST_UNIT, TINY
 from memferry_ascend.limits import RING_SLOTS
@@ -247,10 +248,8 @@ def finish(profile: Profile, plan: Plan, update: str, accumulate: int = 1) -> Pl
 
 def _in_flight(units: Profile) -> int:
     """Device bytes of gradients whose download the engine may leave outstanding: its window and one unit's."""
-    from memferry_ascend.engine import GRADIENT_WINDOW
-
     own = [n for n, x in zip(units.own_bytes, units.layers, strict=True) if x.trainable]
-    return min(sum(own), GRADIENT_WINDOW + max(own, default=0))
+    return min(sum(own), WINDOW + max(own, default=0))
 
 
 def predict(profile: Profile, plan: Plan, update: str = "step") -> Timeline:

@@ -236,6 +236,9 @@ def start(
     failure = None if before is None else before.unseen_failure()
     if failure is not None:
         raise failure
+    for r in engine._residents:
+        if r.deferred is not None:
+            r.wait()  # an update on the device that the save is to contain
     save = Save(engine, target, key, extra or {}, then, None if staging is None else sizes.parse(staging))
     engine._saving = save
 

@@ -17,11 +17,14 @@ then may its storage be read: on the host side for an alias, behind the upload's
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from memferry_ascend import arming
 from memferry_ascend.arena import UnitMemory
 from memferry_ascend.backends.base import Backend, Event, Stream
+from memferry_ascend.deviceupdate import DeviceMemory
 from memferry_ascend.jobs import Jobs, Upload
 from memferry_ascend.layers import Param, Unit
 from memferry_ascend.planner.plan import Mode
@@ -55,7 +58,11 @@ class Resident:
         self._upload = backend.stream("upload")
         self._reload = backend.stream("reload")
         self._reloaded = False
-        if self.mode in (Mode.GFGB, Mode.DFGB):
+        self.deferred: Callable[[], None] | None = None
+        """An update on the device that nobody has needed yet; `wait` launches it."""
+        if isinstance(memory, DeviceMemory):
+            self.buffer = memory.buffer
+        elif self.mode in (Mode.GFGB, Mode.DFGB):
             self.buffer = backend.alloc_device(self._buffer_bytes())
         self.rest = {p.index: self._rest(p) for p in unit.params}
         """What each parameter is bound to outside a window."""
@@ -67,6 +74,12 @@ class Resident:
 
     def _buffer_bytes(self) -> int:
         return self.memory.layout.nbytes
+
+    def snapshot(self) -> torch.Tensor:
+        """A copy of the parameter bytes on the CPU."""
+        if isinstance(self.memory, DeviceMemory):
+            return self.memory.buffer.to("cpu", copy=True)
+        return self.region.clone()
 
     def _rest(self, p: Param) -> torch.Tensor:
         if self.mode is Mode.GFGB and p.index not in self.unit.aliased:
@@ -127,7 +140,7 @@ class Resident:
     def upload_job(self, after: Event | None) -> Upload | None:
         """The copy that brings the new values to a resident buffer, behind `after` (the event on the compute stream
         before which its old values may still be read); None where nothing is uploaded."""
-        if self.mode is not Mode.GFGB:
+        if self.mode is not Mode.GFGB or self.memory.on_device:
             return None
         assert self.buffer is not None
         return Upload(self._upload, self.buffer, self.region[: self.buffer.numel()], after, self.uploaded)
@@ -146,6 +159,11 @@ class Resident:
     def wait(self) -> None:
         """Make the latest values readable by kernels launched from now on. Cheap when nothing is pending."""
         if not self.pending:
+            return
+        if self.memory.on_device:
+            update, self.deferred, self.pending = self.deferred, None, False
+            if update is not None:
+                update()
             return
         covered = self._jobs.hold(self.unit.index, self._backend.compute)
         if self.mode is Mode.GFGB and not covered:

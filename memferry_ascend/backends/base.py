@@ -30,6 +30,9 @@ from memferry_ascend.errors import FerryError
 ALIGNMENT = 512
 """Bytes. Every parameter starts at a multiple of this in slabs, buffers and slots, so kernels see one alignment."""
 
+DIRECT_KINDS = frozenset({"Linear", "Conv1D", "Embedding", "LayerNorm", "RMSNorm"})
+"""Layer kinds `direct.py` has functions for; a backend offers those whose kernels may write mapped host memory."""
+
 
 class NotSupported(FerryError):
     """The backend cannot do what was asked; the message says what can be done instead."""

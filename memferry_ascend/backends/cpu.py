@@ -17,6 +17,7 @@ import torch
 
 from memferry_ascend import sizes
 from memferry_ascend.backends.base import (
+    DIRECT_KINDS,
     Backend,
     Capabilities,
     Compute,
@@ -242,7 +243,7 @@ class CpuBackend(Backend):
     def capabilities(self) -> Capabilities:
         return Capabilities(
             dha_kinds=frozenset({"*"}),
-            direct_kinds=frozenset(),
+            direct_kinds=DIRECT_KINDS,
             swap_storage=hasattr(torch.UntypedStorage, "_swap_data_ptr_"),
             notes=("host and device memory are both ordinary memory; copies run on worker threads",),
         )

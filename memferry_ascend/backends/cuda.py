@@ -17,6 +17,7 @@ import torch
 
 from memferry_ascend import sizes
 from memferry_ascend.backends.base import (
+    DIRECT_KINDS,
     Backend,
     Capabilities,
     Compute,
@@ -339,7 +340,7 @@ class CudaBackend(Backend):
         )
         return Capabilities(
             dha_kinds=frozenset({"*"}),
-            direct_kinds=frozenset(),
+            direct_kinds=DIRECT_KINDS,
             peers=peers,
             swap_storage=hasattr(torch.UntypedStorage, "_swap_data_ptr_"),
             notes=(f"{torch.cuda.get_device_name(self.device)}, CUDA {torch.version.cuda}",),
