@@ -374,7 +374,8 @@ def _regions(engine: Engine) -> list[tuple[int, int, str]]:
     """Host address ranges of parameters and gradients, by unit."""
     found = []
     for r in engine._residents:
-        for region in (r.memory.param, r.memory.grad):
+        # With several ranks a unit that is gathered on the device has only this rank's chunk in the arena.
+        for region in (getattr(r.memory, "param", r.shard.param), r.shard.grad):
             if region is not None:
                 start = region.host.data_ptr()
                 found.append((start, start + region.nbytes, r.unit.name))
