@@ -140,9 +140,7 @@ class Acl:
             pages = Pages(size)
             try:
                 address = pages.tensor.data_ptr()
-                return Block(
-                    size, pages.tensor, address, self._register(address, size, what), pages=pages
-                )
+                return Block(size, pages.tensor, address, self._register(address, size, what), pages=pages)
             except BaseException:
                 pages.close()
                 raise

@@ -138,7 +138,9 @@ class AscendStream(Stream):
                 try:
                     dst.copy_(src, non_blocking=True)
                 except RuntimeError as error:
-                    raise _fails(f"a copy of {sizes.fmt(dst.nbytes)} on stream {self.name!r}", error) from error
+                    raise _fails(
+                        f"a copy of {sizes.fmt(dst.nbytes)} on stream {self.name!r}", error
+                    ) from error
 
     def record(self, event: Event) -> None:
         assert isinstance(event, AscendEvent)
@@ -343,6 +345,9 @@ class AscendBackend(Backend):
             total,
             free + torch.npu.memory_reserved(self.device) - allocated,
         )
+
+    def allocated_bytes(self) -> int:
+        return int(torch.npu.memory_allocated(self.device))
 
     def reset_peak(self) -> None:
         torch.npu.reset_peak_memory_stats(self.device)

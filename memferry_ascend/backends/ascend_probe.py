@@ -3,11 +3,12 @@
 `incoherence` lets host and device write to one slab in turns and compares what the other sees. `host_access` trains one
 step of each layer kind with parameters in mapped host memory and compares with the same step on device memory, in a
 child process, because some builds of CANN end the process there. The answer is kept per stack version, under
-$MEMFERRY_CACHE or ~/.cache/memferry.
+the cache folder (`files.cache_folder`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -39,12 +40,6 @@ PATIENCE = 300.0
 IN_CHILD = "MEMFERRY_ASCEND_PROBING"
 
 
-def cache_folder() -> Path:
-    """Where findings about this machine are kept."""
-    given = os.environ.get("MEMFERRY_CACHE")
-    return Path(given) if given else Path.home() / ".cache" / "memferry"
-
-
 def incoherence(backend: Backend) -> str | None:
     """None when host and device saw each other's writes to mapped memory in every round, else what went wrong.
 
@@ -74,10 +69,8 @@ def incoherence(backend: Backend) -> str | None:
         return f"a kernel on mapped memory failed: {_short(error)}"
     finally:
         device = host = torch.empty(0)
-        try:
+        with contextlib.suppress(FerryError, RuntimeError):
             backend.free_host(slab)
-        except (FerryError, RuntimeError):
-            pass
 
 
 def _short(error: BaseException) -> str:
@@ -198,15 +191,15 @@ def host_access(backend: AscendBackend) -> tuple[frozenset[str], list[str]]:
         return frozenset(), []
     stack = f"{backend.stack()}, route {backend.route}"
     key = hashlib.sha256(f"{VERSION} {stack}".encode()).hexdigest()[:16]
-    path = cache_folder() / f"ascend-host-access-{key}.json"
-    found = _read(path, stack)
+    folder = files.cache_folder("host-access")
+    path = None if folder is None else folder / f"{key}.json"
+    found = None if path is None else _read(path, stack)
     if found is None:
         found = probe(backend.device.index, list(KINDS))
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            files.write_json(path, {"stack": stack, "kinds": found})
-        except OSError:
-            pass  # probed again next time
+        if path is not None:
+            with contextlib.suppress(OSError):  # probed again next time
+                path.parent.mkdir(parents=True, exist_ok=True)
+                files.write_json(path, {"stack": stack, "kinds": found})
     right = {kind for kind, verdict in found.items() if verdict == "right"}
     right |= {other for kind in right for other in ALONG.get(kind, ())}
     notes = [f"no direct host access for {kind}: {v}" for kind, v in found.items() if v != "right"]
@@ -218,7 +211,11 @@ def _read(path: Path, stack: str) -> dict[str, str] | None:
     try:
         found = json.loads(path.read_text())
         kinds = found["kinds"]
-        if found["stack"] == stack and set(kinds) == set(KINDS) and all(isinstance(v, str) for v in kinds.values()):
+        if (
+            found["stack"] == stack
+            and set(kinds) == set(KINDS)
+            and all(isinstance(v, str) for v in kinds.values())
+        ):
             return dict(kinds)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
@@ -232,15 +229,10 @@ def probe(index: int, kinds: list[str]) -> dict[str, str]:
     while len(found) < len(kinds):
         rest = [k for k in kinds if k not in found]
         at, ended = _child(index, rest, found)
-        if len(found) == len(kinds):
-            break
-        blamed = at if at is not None else rest[0]
-        if blamed in found or at is None and rest == kinds:
-            # It ended before it tried anything: the next would too.
-            for kind in rest:
-                found.setdefault(kind, ended)
-        else:
-            found[blamed] = ended
+        if at is not None:
+            found[at] = ended
+        elif all(k not in found for k in rest):  # it ended before it tried anything: the next would too
+            found.update(dict.fromkeys(rest, ended))
     return found
 
 
