@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from memferry_ascend import __version__, files, sizes
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if not arguments.json:
         table = Table("what", "found", show_header=False, box=None)
         for name, value in found.items():
-            table.add_row(name.removesuffix("_bytes").replace("_", " "), _shown(name, value))
+            table.add_row(name.removesuffix("_bytes").replace("_", " "), escape(_shown(name, value)))
         Console(highlight=False).print(table)
     if not arguments.selftest:
         return 0, found
