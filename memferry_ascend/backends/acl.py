@@ -205,7 +205,7 @@ class Acl:
         self.call("aclrtHostUnregister", c_void_p(address), doing="host memory")
 
     def version(self, package: int) -> str:
-        """The version of CANN (0) or of the driver, "unknown" where this CANN does not tell."""
+        """The version of CANN (0) or of the driver (7), "unknown" where this CANN does not tell."""
         if not self.has("aclsysGetCANNVersion"):
             return "unknown"
         found = ctypes.create_string_buffer(1024)

@@ -40,6 +40,9 @@ from memferry_ascend.backends.base import (
 )
 from memferry_ascend.errors import FerryError
 
+_OVERREAD = 32
+"""Bytes: torch_npu adds as many to its own allocations, because kernels may read that far behind their operands."""
+
 INSTALL = "pip install 'memferry_ascend[ascend]'"
 
 
@@ -270,7 +273,7 @@ class AscendBackend(Backend):
 
             pages = Pages(align(nbytes, 4096))
             return HostSlab(nbytes, pages.tensor[:nbytes], None, pages)
-        block = self.acl.allocate(nbytes, self.route)
+        block = self.acl.allocate(nbytes + _OVERREAD, self.route)
         try:
             device = self._view(block)
         except BaseException:
@@ -399,7 +402,7 @@ class AscendBackend(Backend):
         """Device, torch_npu and CANN versions: what a probe's result holds for."""
         return (
             f"{torch.npu.get_device_name(self.device)}, torch_npu {self._torch_npu.__version__}, torch "
-            f"{torch.__version__}, CANN {self.acl.version(0)}, driver {self.acl.version(3)}"
+            f"{torch.__version__}, CANN {self.acl.version(0)}, driver {self.acl.version(7)}"
         )
 
     def relay(self, *args: object, **kwargs: object) -> object:

@@ -239,7 +239,8 @@ def probe(index: int, kinds: list[str]) -> dict[str, str]:
 def _child(index: int, kinds: list[str], found: dict[str, str]) -> tuple[str | None, str]:
     """Run one child over `kinds`, filling in `found`. Returns the kind it was at when it ended, and how it ended."""
     at: str | None = None
-    environ = {**os.environ, IN_CHILD: "1"}
+    # Without the task queue an error is raised where it was made, not on a thread that then ends the process.
+    environ = {**os.environ, IN_CHILD: "1", "TASK_QUEUE_ENABLE": "0"}
     with tempfile.TemporaryFile() as said:
         child = subprocess.Popen(
             [sys.executable, "-m", "memferry_ascend.backends.ascend_probe", str(index), *kinds],
