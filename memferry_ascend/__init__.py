@@ -13,8 +13,22 @@ for batch in loader:
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from typing import Any
+
+# torch imports an installed torch_npu by itself, and then fails where CANN is missing. The Ascend backend imports it when
+# it is asked for, and says in a sentence what is wrong.
+if "torch" not in sys.modules and importlib.util.find_spec("torch_npu") is not None:
+    _before = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD")
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    import torch
+
+    if _before is None:
+        del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
+    else:
+        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = _before
 
 import torch
 from torch import nn

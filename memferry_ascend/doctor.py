@@ -14,31 +14,51 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from memferry_ascend import __version__, sizes
+from memferry_ascend import __version__, files, sizes
+from memferry_ascend.errors import FerryError
 
 _UNLIMITED = 2**60  # cgroup v1 writes a number near 2^63 for "no limit"
 
 
 def register(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], tuple[int, dict[str, Any]]]:
-    """Adds nothing: the command has no arguments of its own."""
+    """The self-test is asked for: it uses the device for a minute."""
+    parser.add_argument(
+        "--selftest",
+        action="store_true",
+        help="test coherence, direct host access and all modes on this machine, and write a report",
+    )
+    parser.add_argument("--backend", help="cpu, cuda or ascend (default: what this machine has)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("memferry-selftest.json"), help="the self-test's report"
+    )
     return run
 
 
 def run(arguments: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Prints the findings as a table unless --json. Returns 0 and the findings."""
+    """Prints the findings as a table unless --json. Returns 0 and the findings; with --selftest, 1 if it failed."""
     found = examine()
     if not arguments.json:
         table = Table("what", "found", show_header=False, box=None)
         for name, value in found.items():
-            table.add_row(name.removesuffix("_bytes").replace("_", " "), _shown(name, value))
+            table.add_row(name.removesuffix("_bytes").replace("_", " "), escape(_shown(name, value)))
         Console(highlight=False).print(table)
-    return 0, found
+    if not arguments.selftest:
+        return 0, found
+    from memferry_ascend import selftest
+
+    found["selftest"] = selftest.run(arguments.backend, (lambda _line: None) if arguments.json else print)
+    files.write_json(arguments.out, found)
+    if not arguments.json:
+        print(f"the report is in {arguments.out}")
+    return (0 if found["selftest"]["ok"] else 1), found
 
 
 def examine() -> dict[str, Any]:
     """All findings as JSON values: versions, devices, the native arithmetic, threads, limits in bytes (None: none)."""
+    ascend = _ascend()  # first: torch knows of NPUs once torch_npu is imported
     devices = torch.accelerator.device_count()
     accelerator = torch.accelerator.current_accelerator() if devices else None
     return {
@@ -47,6 +67,7 @@ def examine() -> dict[str, Any]:
         "torch": torch.__version__,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "devices": f"{devices} x {accelerator.type}" if accelerator else "none: the cpu backend trains",
+        "ascend": ascend,
         "host_arithmetic": _host_arithmetic(),
         "threads_in_affinity": len(os.sched_getaffinity(0)),
         "matplotlib": "installed"
@@ -105,6 +126,20 @@ def _rlimit(which: int) -> int | None:
 
 def _installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
+
+
+def _ascend() -> str:
+    """The NPU, and how its host memory is mapped; or the sentence that says what is missing."""
+    from memferry_ascend.backends.ascend import AscendBackend
+
+    try:
+        backend = AscendBackend()
+    except FerryError as error:
+        return str(error).removeprefix("backend 'ascend': ")
+    try:
+        return "; ".join(backend.capabilities().notes)
+    finally:
+        backend.close()
 
 
 def _host_arithmetic() -> str:

@@ -34,6 +34,16 @@ def write_json(path: Path, value: Any) -> None:
         stream.write(json.dumps(value, indent=2, allow_nan=False).encode() + b"\n")
 
 
+def cache_folder(part: str) -> Path | None:
+    """Where findings about this machine are kept: $MEMFERRY_CACHE, else $XDG_CACHE_HOME/memferry, else ~/.cache/memferry,
+    and `part` in it. None when the cache is off: MEMFERRY_CACHE is set to nothing."""
+    given = os.environ.get("MEMFERRY_CACHE")
+    if given is not None:
+        return Path(given).expanduser() / part if given else None
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "memferry" / part
+
+
 def sync_folder(folder: Path) -> None:
     """Makes renames and new names inside `folder` survive a power cut."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -84,10 +84,12 @@ def choose_plan(
             raise ConfigError(
                 f'Config.planner: expected "search", "paper", "rules" or a plan file: {e}'
             ) from e
+    refuse_publishing(runtime.backend, config)
     if plan is not None:
         check_plan(plan, layers)
+        refuse_modes(plan, layers, runtime.backend)
         return None, plan
-    if sample_batch is None or config.planner == "rules":
+    if sample_batch is None or config.planner == "rules" or not runtime.backend.capabilities().coherent:
         rules = rule_plan(layers, runtime.backend)
         if config.device_bytes is not None:
             return None, budget.fit(
@@ -117,6 +119,43 @@ def measured_plan(profile: Profile, layers: list[Layer], config: Config, backend
         direct_kinds=backend.capabilities().direct_kinds,
     )
     return profile_plan.ordered(plan, [layer.name for layer in layers])
+
+
+def refuse_publishing(backend: Backend, config: Config) -> None:
+    """Raise where `p.grad` would show a kernel something else than the arena holds.
+
+    Raises:
+        FerryError: update="step" on a device that is not coherent with the host.
+    """
+    if config.update == "step" and not backend.capabilities().coherent:
+        raise FerryError(
+            f"{backend.device} and the host do not see each other's writes to mapped memory, so gradients cannot be "
+            'published as p.grad; use Config(update="backward"), where they are not (`memferry doctor` says more)'
+        )
+
+
+def refuse_modes(plan: Plan, layers: list[Layer], backend: Backend) -> None:
+    """Raise unless the backend can run every layer in its mode. DFGB reads host memory in its forward, as DHA does;
+    DFGB and STREAM rest in mapped memory, which is worth nothing without coherence.
+
+    Raises:
+        FerryError: names the first layer and what to plan instead.
+    """
+    can = backend.capabilities()
+    for layer, decided in zip(layers, plan.layers, strict=True):
+        mode = Mode(decided.mode)
+        if not layer.params or mode is Mode.GFGB:
+            continue
+        if not can.coherent:
+            raise FerryError(
+                f"plan: layer {layer.name!r} is {mode}, but {backend.device} and the host do not see each other's "
+                "writes to mapped memory; only GFGB layers run here"
+            )
+        if mode is not Mode.STREAM and not supports(can.dha_kinds, layer.kind):
+            raise FerryError(
+                f"plan: layer {layer.name!r} is {mode}, but {layer.kind} has no direct host access on the "
+                f"{backend.name} backend; plan it as GFGB or STREAM"
+            )
 
 
 def check_plan(plan: Plan, layers: list[Layer]) -> None:

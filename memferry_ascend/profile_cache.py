@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memferry_ascend import files
 from memferry_ascend.layers import Layer
 from memferry_ascend.planner.files import read_json, write_json
 from memferry_ascend.planner.profile import Profile
@@ -28,11 +28,7 @@ MEASUREMENT = 1
 
 def folder() -> Path | None:
     """Where profiles are kept; None when the cache is off."""
-    given = os.environ.get("MEMFERRY_CACHE")
-    if given is not None:
-        return Path(given).expanduser() / "profiles" if given else None
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "memferry" / "profiles"
+    return files.cache_folder("profiles")
 
 
 def model_shape(model: nn.Module, layers: Sequence[Layer]) -> list[Any]:

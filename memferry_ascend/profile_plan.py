@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from memferry_ascend import sizes
-from memferry_ascend.budget import WINDOW
 from memferry_ascend.errors import FerryError
 from memferry_ascend.layers import LARGEST_UNIT, SMALLEST_UNIT, TINY
 from memferry_ascend.limits import RING_SLOTS
@@ -247,9 +246,14 @@ def finish(profile: Profile, plan: Plan, update: str, accumulate: int = 1) -> Pl
 
 
 def _in_flight(units: Profile) -> int:
-    """Device bytes of gradients whose download the engine may leave outstanding: its window and one unit's."""
+    """Device bytes that `budget.need` asks for gradients on their way to the host, when nothing more is to be had: two
+    of the largest unit, and what tied layers hold until their last reader's backward."""
     own = [n for n, x in zip(units.own_bytes, units.layers, strict=True) if x.trainable]
-    return min(sum(own), WINDOW + max(own, default=0))
+    owners = {x.shares for x in units.layers if x.shares is not None}
+    tied = sum(
+        n for n, x in zip(units.own_bytes, units.layers, strict=True) if x.trainable and x.name in owners
+    )
+    return 2 * max(own, default=0) + tied
 
 
 def predict(profile: Profile, plan: Plan, update: str = "step") -> Timeline:

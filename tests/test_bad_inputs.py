@@ -318,10 +318,6 @@ cases(
         "float16": ("dtype torch.float16", other(nn.Linear(2, 2).half())),
         "float64": ("dtype torch.float64", other(nn.Linear(2, 2).double())),
         "complex": ("dtype torch.complex64", other(nn.Linear(2, 2, dtype=torch.complex64))),
-        "a model on a device": (
-            "is on meta; expected a model on the CPU",
-            other(nn.Linear(2, 2, device="meta")),
-        ),
         "a sparse parameter": ("layout torch.sparse", other(sparse())),
         "a lazy module": (
             "not initialised",

@@ -186,8 +186,8 @@ class RecordingBackend(CpuBackend):
         super().__init__(limit)
         self.mapped: list[HostSlab] = []
 
-    def alloc_host(self, nbytes: int, *, mapped: bool) -> HostSlab:
-        slab = super().alloc_host(nbytes, mapped=mapped)
+    def alloc_host(self, nbytes: int, *, mapped: bool, shared: str | None = None) -> HostSlab:
+        slab = super().alloc_host(nbytes, mapped=mapped, shared=shared)
         if mapped:
             self.mapped.append(slab)
         return slab

@@ -76,6 +76,9 @@ class Capabilities:
     direct_kinds: frozenset[str]
     """Layer kinds whose weight gradient a kernel may write straight to mapped host memory."""
     peers: int = 0
+    coherent: bool = True
+    """Host and device see each other's writes to mapped memory. Where they do not, only copies are right: every layer is
+    GFGB and gradients are not published."""
     swap_storage: bool = False
     """torch offers `UntypedStorage._swap_data_ptr_`."""
     notes: tuple[str, ...] = field(default_factory=tuple)

@@ -179,6 +179,10 @@ class PlainEngine:
 
 def _device(backend: str | None) -> torch.device:
     """The torch device of a backend name; None means the accelerator of this machine, or the CPU."""
+    if backend == "ascend":
+        from memferry_ascend.backends.ascend import import_npu
+
+        import_npu()
     if backend is None:
         return torch.accelerator.current_accelerator() or torch.device("cpu")
     return torch.device({"ascend": "npu"}.get(backend, backend))

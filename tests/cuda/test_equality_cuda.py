@@ -79,3 +79,9 @@ def test_mapped_memory_is_one_memory(cuda: mf.Runtime) -> None:
         torch.cuda.synchronize()
         assert int(slab.host[-1]) == int(slab.host[0]) == value + 100
     cuda.backend.free_host(slab)
+
+
+def test_a_model_on_the_device_is_refused() -> None:
+    model = torch.nn.Linear(2, 2, device="cuda")
+    with pytest.raises(mf.FerryError, match=r"is on cuda:0; expected a model on the CPU"):
+        mf.ferry(model, torch.optim.AdamW(model.parameters()))

@@ -1,0 +1,415 @@
+"""The Ascend backend: host pages mapped into the NPU's address space, seen as NPU tensors, by torch_npu and CANN.
+
+Streams, events and copies are torch_npu's own, so that its task queue keeps their order: with TASK_QUEUE_ENABLE above 0
+(its default is 1) a launch returns before the runtime has heard of it, and a call made past the queue would overtake
+what is still in it. Host updates then run on a Python thread. With TASK_QUEUE_ENABLE=0 every call reaches the runtime at
+once, and updates, their events and their uploads run in native code without the interpreter lock.
+
+Copies always take the host's address: a mapped device address may be a kernel's operand and no copy's (backends/acl.py).
+Direct host access is allowed only after host and device have seen each other's writes, and only for the layer kinds that
+gave right numbers in a child process (backends/ascend_probe.py).
+"""
+
+from __future__ import annotations
+
+import bisect
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from memferry_ascend import sizes
+from memferry_ascend.backends import ascend_probe
+from memferry_ascend.backends.acl import Acl, Block
+from memferry_ascend.backends.base import (
+    Backend,
+    Capabilities,
+    Compute,
+    DeviceOutOfMemory,
+    Event,
+    HostSlab,
+    MemoryStats,
+    NotSupported,
+    Stream,
+    align,
+)
+from memferry_ascend.errors import FerryError
+
+_OVERREAD = 32
+"""Bytes: torch_npu adds as many to its own allocations, because kernels may read that far behind their operands."""
+
+INSTALL = "pip install 'memferry_ascend[ascend]'"
+
+
+def _release(version: str) -> tuple[str, ...]:
+    return tuple(version.split("+")[0].split(".")[:2])
+
+
+def import_npu() -> Any:
+    """The module torch_npu, imported now if it was not. Afterwards `torch.npu` exists.
+
+    Raises:
+        FerryError: one sentence for each way in which the software is not there: no torch_npu, one for another torch, no
+            CANN, a CANN older than torch_npu needs.
+    """
+    if importlib.util.find_spec("torch_npu") is None:
+        raise FerryError(f"backend 'ascend': torch_npu is not installed; {INSTALL}, or use backend='cpu'")
+    try:
+        version = importlib.metadata.version("torch_npu")
+    except importlib.metadata.PackageNotFoundError:
+        version = ""
+    if version and _release(version) != _release(torch.__version__):
+        wanted = ".".join(_release(torch.__version__))
+        raise FerryError(
+            f"backend 'ascend': torch_npu {version} is for another torch than {torch.__version__}; install torch_npu "
+            f"{wanted}.*, or the torch that torch_npu {version} names"
+        )
+    try:
+        npu = importlib.import_module("torch_npu")
+    except Exception as error:
+        said = " ".join(str(error).split())
+        if "cannot open shared object file" in said:
+            library = said.split(":")[0].split()[-1]
+            raise FerryError(
+                f"backend 'ascend': CANN is not installed or not on the library path ({library} was not found); install "
+                "CANN 8.5 or newer and source its set_env.sh"
+            ) from error
+        if "undefined symbol" in said:
+            symbol = said.partition("undefined symbol:")[2].strip().split()[0].rstrip(",")
+            raise FerryError(
+                f"backend 'ascend': this CANN is too old for torch_npu {version}: it has no {symbol}; install CANN 8.5 or "
+                "newer"
+            ) from error
+        raise FerryError(f"backend 'ascend': importing torch_npu {version} failed: {said[:300]}") from error
+    return npu
+
+
+def _fails(what: str, error: RuntimeError) -> FerryError:
+    """A torch_npu error in one sentence; it prints the C++ stack and CANN's log behind its first lines."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return FerryError(f"{what} failed: {' '.join(lines[:3])[:400]}")
+
+
+class AscendEvent(Event):
+    """torch_npu's event. It has a runtime handle only once it was recorded."""
+
+    def __init__(self, timing: bool, native: bool) -> None:
+        self.event = torch.npu.Event(enable_timing=timing)
+        if native:
+            self.event.record()
+            self.handle = int(self.event.npu_event)
+
+    def synchronize(self) -> None:
+        try:
+            self.event.synchronize()
+        except RuntimeError as error:
+            raise _fails("work before an event on the NPU", error) from error
+
+    def query(self) -> bool:
+        return bool(self.event.query())
+
+    def elapsed(self, later: Event) -> float:
+        assert isinstance(later, AscendEvent)
+        return float(self.event.elapsed_time(later.event)) / 1e3
+
+
+class AscendStream(Stream):
+    def __init__(self, backend: AscendBackend, name: str) -> None:
+        self.name = name
+        self._backend = backend
+        self.stream = torch.npu.Stream(device=backend.device)
+        self.handle = int(self.stream.npu_stream)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        self.copy_many(((dst, src),))
+
+    def copy_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._backend._at(f"copy:{self.name}")
+        with torch.npu.stream(self.stream), torch.no_grad():
+            for dst, src in pairs:
+                if dst.nbytes != src.nbytes or not (dst.is_contiguous() and src.is_contiguous()):
+                    raise FerryError(
+                        f"copy: expected contiguous tensors of equal size, got {dst.nbytes} <- {src.nbytes} bytes"
+                    )
+                self._backend.check_operand(dst)
+                self._backend.check_operand(src)
+                try:
+                    dst.copy_(src, non_blocking=True)
+                except RuntimeError as error:
+                    raise _fails(
+                        f"a copy of {sizes.fmt(dst.nbytes)} on stream {self.name!r}", error
+                    ) from error
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, AscendEvent)
+        event.event.record(self.stream)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, AscendEvent)
+        self.stream.wait_event(event.event)
+
+    def synchronize(self) -> None:
+        try:
+            self.stream.synchronize()
+        except RuntimeError as error:
+            raise _fails(f"stream {self.name!r}", error) from error
+
+
+class AscendCompute(Compute):
+    """torch_npu's current stream of the calling thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, AscendEvent)
+        event.event.record(torch.npu.current_stream(self._device))
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, AscendEvent)
+        torch.npu.current_stream(self._device).wait_event(event.event)
+
+    def synchronize(self) -> None:
+        try:
+            torch.npu.current_stream(self._device).synchronize()
+        except RuntimeError as error:
+            raise _fails("the compute stream", error) from error
+
+
+class _Ranges:
+    """Address ranges, looked up by one address in them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def add(self, start: int, nbytes: int) -> None:
+        with self._lock:
+            at = bisect.bisect(self._starts, start)
+            self._starts.insert(at, start)
+            self._ends.insert(at, start + nbytes)
+
+    def remove(self, start: int) -> None:
+        with self._lock:
+            at = self._starts.index(start)
+            del self._starts[at], self._ends[at]
+
+    def cover(self, start: int, nbytes: int) -> bool:
+        with self._lock:
+            at = bisect.bisect(self._starts, start) - 1
+            return at >= 0 and start + nbytes <= self._ends[at]
+
+
+class AscendBackend(Backend):
+    """One NPU. `route` says how its host memory is mapped: "unified", "registered" or "locked" (backends/acl.py).
+
+    MEMFERRY_ASCEND_ROUTE forces a route. `coherent`: host and device see each other's writes to mapped memory.
+    """
+
+    name = "ascend"
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__()
+        self._torch_npu = import_npu()
+        try:
+            count = torch.npu.device_count()
+        except RuntimeError as error:
+            raise _fails("backend 'ascend': asking CANN for its devices", error) from error
+        if count == 0:
+            raise FerryError("backend 'ascend': CANN finds no NPU; check the driver with `npu-smi info`")
+        if index >= count:
+            raise FerryError(
+                f"backend 'ascend': rank wants device {index}, the machine has {count}; start fewer processes per node"
+            )
+        self.device = torch.device("npu", index)
+        try:
+            torch.npu.set_device(self.device)
+            torch.zeros(1, device=self.device)
+        except RuntimeError as error:
+            raise _fails(f"backend 'ascend': starting device {index}", error) from error
+        # A private layout (NZ) would make parameters that the arena's bytes are not.
+        torch.npu.config.allow_internal_format = False
+        self.acl = Acl(index)
+        self.compute = AscendCompute(self.device)
+        self._host, self._alias = _Ranges(), _Ranges()
+        self.route, self.routes_refused = self.acl.choose(os.environ.get("MEMFERRY_ASCEND_ROUTE") or None)
+        self._driver, self._jobs_note = self._load_driver()
+        self.coherence_failure = ascend_probe.incoherence(self)
+        self._capabilities: Capabilities | None = None
+        self._peers: list[int] | None = None
+
+    @property
+    def coherent(self) -> bool:
+        """Kernels may read what the host wrote, and the other way round, without a copy."""
+        return self.coherence_failure is None
+
+    def _load_driver(self) -> tuple[Any, str]:
+        """CANN for native jobs or None, and what to tell about it."""
+        if os.environ.get("TASK_QUEUE_ENABLE", "1") != "0":
+            return None, "host updates on a Python thread (TASK_QUEUE_ENABLE=0 lets them run natively)"
+        try:
+            from memferry_ascend import _ops  # type: ignore[attr-defined]
+        except ImportError:
+            return None, "host updates on a Python thread (the C++ extension was not built)"
+        event = torch.npu.Event()
+        event.record()
+        if not getattr(event, "npu_event", 0):
+            return None, "host updates on a Python thread (this torch_npu hides its events' handles)"
+        return _ops.Driver("ascend", "", self.device.index), "host updates in native code"
+
+    def driver(self) -> Any:
+        return self._driver
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+    def alloc_host(self, nbytes: int, *, mapped: bool, shared: str | None = None) -> HostSlab:
+        if shared is not None:
+            raise NotSupported(
+                "the ascend backend cannot yet register memory shared between ranks: with several ranks plan layers as GFGB"
+            )
+        if not mapped:
+            from memferry_ascend.backends.hostmem import Pages
+
+            pages = Pages(align(nbytes, 4096))
+            return HostSlab(nbytes, pages.tensor[:nbytes], None, pages)
+        block = self.acl.allocate(nbytes + _OVERREAD, self.route)
+        try:
+            device = self._view(block)
+        except BaseException:
+            self.acl.free(block)
+            raise
+        self._host.add(block.address, block.nbytes)
+        if block.device_address != block.address:
+            self._alias.add(block.device_address, block.nbytes)
+        return HostSlab(nbytes, block.host[:nbytes], device[:nbytes], block)
+
+    def _view(self, block: Block) -> torch.Tensor:
+        """A uint8 NPU tensor over a block, in ND format. torch's own constructor makes a storage without torch_npu's
+        format record; theirs is the one to use."""
+        storage = self._torch_npu._C._construct_storage_from_data_pointer(
+            block.device_address, self.device, block.nbytes
+        )
+        view = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, 0, (block.nbytes,), (1,))
+        if view.data_ptr() != block.device_address:
+            raise FerryError("host memory: torch_npu copied the mapped pages instead of wrapping them")
+        return view
+
+    def free_host(self, slab: HostSlab) -> None:
+        block = slab.handle
+        slab.host = torch.empty(0, dtype=torch.uint8)
+        slab.device = None
+        if not isinstance(block, Block):
+            block.close()  # type: ignore[attr-defined]
+            return
+        # A kernel or copy that still runs would meet memory that is gone.
+        self.synchronize()
+        self._host.remove(block.address)
+        if block.device_address != block.address:
+            self._alias.remove(block.device_address)
+        self.acl.free(block)
+
+    def check_operand(self, t: torch.Tensor) -> None:
+        """Raise if a copy may not have this tensor as an operand: a host tensor outside registered memory (the copy would
+        block), or the device face of a slab with an address of its own.
+
+        Raises:
+            FerryError: says which memory to use.
+        """
+        nbytes = t.numel() * t.element_size()
+        if t.device.type == "cpu":
+            if not self._host.cover(t.data_ptr(), nbytes):
+                raise FerryError(
+                    f"copy: host tensor of {sizes.fmt(nbytes)} is not in registered memory; expected memory from "
+                    "alloc_host(mapped=True)"
+                )
+        elif self._alias.cover(t.data_ptr(), 1):
+            raise FerryError(
+                f"copy: the device face of mapped host memory ({sizes.fmt(nbytes)}) is no copy's operand; expected its "
+                "host face"
+            )
+
+    def alloc_device(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(align(nbytes), dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as e:
+            stats = self.memory_stats()
+            raise DeviceOutOfMemory(
+                f"device memory: asked for {sizes.fmt(nbytes)} with {sizes.fmt(stats.allocated)} in use and "
+                f"{sizes.fmt(stats.free)} free of {sizes.fmt(stats.limit)}; set a smaller device_memory"
+            ) from e
+
+    def memory_stats(self) -> MemoryStats:
+        free, total = torch.npu.mem_get_info(self.device)
+        allocated = torch.npu.memory_allocated(self.device)
+        return MemoryStats(
+            allocated,
+            torch.npu.max_memory_allocated(self.device),
+            total,
+            free + torch.npu.memory_reserved(self.device) - allocated,
+        )
+
+    def allocated_bytes(self) -> int:
+        return int(torch.npu.memory_allocated(self.device))
+
+    def reset_peak(self) -> None:
+        torch.npu.reset_peak_memory_stats(self.device)
+
+    # -- queues ----------------------------------------------------------------------------------------------------
+    def _new_stream(self, name: str) -> Stream:
+        return AscendStream(self, name)
+
+    def event(self, *, timing: bool = False) -> Event:
+        return AscendEvent(timing, native=self._driver is not None)
+
+    def bind_thread(self, *, own_stream: bool = False) -> None:
+        torch.npu.set_device(self.device)
+        if own_stream:
+            torch.npu.set_stream(torch.npu.Stream(self.device))
+
+    def synchronize(self) -> None:
+        try:
+            torch.npu.synchronize(self.device)
+        except RuntimeError as error:
+            raise _fails(f"device {self.device}", error) from error
+
+    # -- what it can do --------------------------------------------------------------------------------------------
+    def enable_peers(self) -> list[int]:
+        """Open access to and from every other device of this host that can be reached; returns their indices. Starts
+        those devices in this process, so it is not done before somebody relays."""
+        if self._peers is None:
+            self._peers = self.acl.enable_peers(torch.npu.device_count(), torch.npu.set_device)
+        return self._peers
+
+    def capabilities(self) -> Capabilities:
+        """The first call starts a child process that tries the layer kinds, unless this stack was tried before."""
+        if self._capabilities is None:
+            kinds, notes = frozenset[str](), []
+            if self.coherent:
+                kinds, notes = ascend_probe.host_access(self)
+            else:
+                notes = [f"no direct host access, all layers GFGB: {self.coherence_failure}"]
+            routes = [f"host memory: route {self.route}", *self.routes_refused]
+            self._capabilities = Capabilities(
+                dha_kinds=kinds,
+                direct_kinds=frozenset(),
+                peers=len(self.acl.reachable(torch.npu.device_count())),
+                swap_storage=hasattr(torch.UntypedStorage, "_swap_data_ptr_"),
+                coherent=self.coherent,
+                notes=(self.stack(), *routes, self._jobs_note, *notes),
+            )
+        return self._capabilities
+
+    def stack(self) -> str:
+        """Device, torch_npu and CANN versions: what a probe's result holds for."""
+        return (
+            f"{torch.npu.get_device_name(self.device)}, torch_npu {self._torch_npu.__version__}, torch "
+            f"{torch.__version__}, CANN {self.acl.version(0)}, driver {self.acl.version(7)}"
+        )
+
+    def relay(self, *args: object, **kwargs: object) -> object:
+        raise NotSupported("backend 'ascend' relays through no peer yet; use the direct path")

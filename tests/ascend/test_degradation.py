@@ -1,0 +1,291 @@
+"""What is missing or broken ends in one sentence or in a documented degradation, never in wrong numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import emulator
+import pytest
+from emulator import LIBRARIES, ROOT, SITE
+
+PRELUDE = """
+import torch, memferry_ascend as mf
+from memferry_ascend import selftest, runtime
+from memferry_ascend.planner import LayerPlan, Mode, Plan
+from memferry_ascend.train import models
+torch.set_num_threads(1)
+def make():
+    torch.manual_seed(0)
+    model = selftest.SmallModel()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+def ferry(plan=None, **config):
+    model, optimizer = make()
+    return mf.ferry(model, optimizer, config=mf.Config(precision="fp32", **config), plan=plan)
+def every(mode):
+    return Plan(tuple(LayerPlan(n, mode) for n, m in make()[0].named_modules() if any(m._parameters.values())))
+def steps(engine, n=3):
+    g = torch.Generator().manual_seed(1)
+    for _ in range(n):
+        engine.model(torch.randint(0, 32, (4, 9), generator=g).to(runtime.current().backend.device)).backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    state = engine.state_dict()["model"]
+    engine.close()
+    return state
+def refused(call):
+    try:
+        call()
+    except mf.FerryError as error:
+        return str(error)
+    raise AssertionError("expected a FerryError")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _emulator_runs_here() -> None:
+    if emulator.why_not():
+        pytest.skip(emulator.why_not() or "")
+
+
+def script(body: str, check: bool = True, environ: dict[str, str] | None = None, **settings: Any) -> Any:
+    """Run a few lines on emulated NPUs."""
+    return emulator.run(
+        ["-c", PRELUDE + textwrap.dedent(body)], check=check, environ=environ or {}, **settings
+    )
+
+
+# -- nothing to run on -------------------------------------------------------------------------------------------------
+def sentence(path: list[Path], libraries: list[Path]) -> tuple[str, str]:
+    """What `init` and `doctor` say with this Python path and these library folders, and nothing else of CANN."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("EMU_", "ASCEND_", "LD_", "TORCH_"))}
+    environ["PYTHONPATH"] = os.pathsep.join(map(str, [*path, ROOT]))
+    environ["LD_LIBRARY_PATH"] = os.pathsep.join(map(str, libraries))
+    code = """
+import sys, memferry_ascend as mf
+from memferry_ascend import cli
+try:
+    mf.init(backend="ascend")
+except mf.FerryError as error:
+    print(error)
+sys.exit(cli.main(["doctor", "--json"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *said, found = done.stdout.strip().splitlines()
+    assert len(said) == 1, said
+    return said[0], json.loads(found)["ascend"]
+
+
+def test_without_torch_npu() -> None:
+    init, doctor = sentence([], [])
+    assert init == (
+        "backend 'ascend': torch_npu is not installed; pip install 'memferry_ascend[ascend]', or use backend='cpu'"
+    )
+    assert init.endswith(doctor)
+
+
+def test_without_cann() -> None:
+    init, doctor = sentence([SITE], [])
+    assert "CANN is not installed or not on the library path (lib" in init
+    assert init.endswith("install CANN 8.5 or newer and source its set_env.sh")
+    assert init.endswith(doctor)
+
+
+def test_with_a_torch_npu_for_another_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch_npu").mkdir()
+    (tmp_path / "torch_npu" / "__init__.py").write_text("raise SystemExit('imported')")
+    info = tmp_path / "torch_npu-2.7.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.7.1\n")
+    init, doctor = sentence([tmp_path], [LIBRARIES])
+    assert "torch_npu 2.7.1 is for another torch than 2.13.0" in init
+    assert "install torch_npu 2.13.*" in init
+    assert init.endswith(doctor)
+
+
+def test_with_a_cann_that_lacks_what_torch_npu_needs(tmp_path: Path) -> None:
+    for library in LIBRARIES.glob("*.so"):
+        empty = ["gcc", "-shared", "-x", "c", "/dev/null", f"-Wl,-soname,{library.name}"]
+        subprocess.run([*empty, "-o", str(tmp_path / library.name)], check=True)
+    init, doctor = sentence([SITE], [tmp_path])
+    assert "this CANN is too old for torch_npu 2.13.0: it has no " in init
+    assert init.endswith(doctor)
+
+
+def test_with_a_cann_that_maps_no_host_memory() -> None:
+    said = script(
+        "print(refused(lambda: mf.init(backend='ascend')))",
+        fail="aclrtHostRegisterV2:1+:207000",
+    ).stdout
+    assert "this CANN cannot map host memory into the NPU's address space; expected CANN 8.5 or newer" in said
+    for route in ("unified", "registered", "locked"):
+        assert f"{route}: host memory: 4.0 KiB: aclrtHostRegisterV2 failed with ACL error 207000" in said
+
+
+def test_without_a_device() -> None:
+    said = script("print(refused(lambda: mf.init(backend='ascend')))", devices=0).stdout
+    assert said.startswith("backend 'ascend': ")
+    assert len(said.strip().splitlines()) == 1
+
+
+# -- routes ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("settings", "route"),
+    [
+        ({}, "unified"),
+        ({"unified": False}, "registered"),
+        ({"unified": False, "old_kernel": True}, "locked"),
+    ],
+)
+def test_the_route_is_chosen_by_what_works(settings: dict[str, Any], route: str, tmp_path: Path) -> None:
+    script(
+        f"""
+        b = mf.init(backend="ascend").backend
+        assert b.route == {route!r}, (b.route, b.routes_refused)
+        near, far = steps(ferry(every(Mode.GFGB))), steps(ferry(every(Mode.DHA)))
+        assert all(torch.equal(near[k], far[k]) for k in near)
+        print(b.routes_refused)
+        """,
+        environ={"MEMFERRY_CACHE": str(tmp_path)},
+        **settings,
+    )
+
+
+# -- coherence and direct host access ----------------------------------------------------------------------------------
+def test_a_device_that_does_not_see_the_hosts_writes_runs_gfgb_only() -> None:
+    script(
+        """
+        b = mf.init(backend="ascend").backend
+        can = b.capabilities()
+        assert not can.coherent and not can.dha_kinds
+        assert any("the device did not see what the host had written" in n for n in can.notes), can.notes
+        for mode in (Mode.DHA, Mode.DFGB, Mode.STREAM):
+            assert "only GFGB layers run here" in refused(lambda: ferry(every(mode), update="backward"))
+        assert 'use Config(update="backward")' in refused(lambda: ferry())
+        engine = ferry(update="backward")
+        assert {l.mode for l in engine.plan.layers} == {Mode.GFGB}
+        there = steps(engine)
+        runtime.reset()
+        mf.init(backend="cpu")
+        here = steps(ferry(every(Mode.GFGB), update="backward"))
+        for k in here:
+            torch.testing.assert_close(there[k], here[k], rtol=1e-5, atol=1e-6)
+        """,
+        stale=True,
+    )
+
+
+@pytest.mark.parametrize("fault", ["crash", "wrong", "error"])
+def test_a_kind_whose_kernel_fails_on_host_memory_is_not_read_there(fault: str, tmp_path: Path) -> None:
+    script(
+        """
+        b = mf.init(backend="ascend").backend
+        can = b.capabilities()
+        assert "LayerNorm" not in can.dha_kinds, can
+        assert {"Embedding", "Linear"} <= can.dha_kinds, can
+        assert any(n.startswith("no direct host access for LayerNorm: ") for n in can.notes), can.notes
+        assert "LayerNorm has no direct host access" in refused(lambda: ferry(every(Mode.DHA)))
+        engine = ferry()
+        modes = {l.kind: l.mode for l in engine.plan.layers}
+        assert modes["Embedding"] is Mode.DHA and modes["LayerNorm"] is Mode.GFGB, modes
+        near = steps(engine)
+        far = steps(ferry(every(Mode.STREAM)))
+        assert all(torch.equal(near[k], far[k]) for k in near)
+        """,
+        operators=f"aclnnLayerNorm:{fault}@mapped",
+        environ={"MEMFERRY_CACHE": str(tmp_path)},
+    )
+
+
+def test_findings_are_kept_for_the_stack_they_were_made_on(tmp_path: Path) -> None:
+    body = """
+        from memferry_ascend.backends import ascend_probe
+        ran = []
+        child = ascend_probe.probe
+        ascend_probe.probe = lambda *a: ran.append(1) or child(*a)
+        kinds = mf.init(backend="ascend").backend.capabilities().dha_kinds
+        print(len(ran), sorted(kinds))
+        """
+    environ = {"MEMFERRY_CACHE": str(tmp_path)}
+    first = script(body, environ=environ).stdout
+    again = script(body, environ=environ).stdout
+    newer = script(body, environ=environ, cann="8.6.0").stdout
+    assert (first[0], again[0], newer[0]) == ("1", "0", "1")
+    assert first[1:] == again[1:]
+    assert "Linear" in first
+
+
+# -- faults while it runs ----------------------------------------------------------------------------------------------
+def test_a_device_without_room_is_refused_before_anything_is_done() -> None:
+    script(
+        """
+        mf.init(backend="ascend")
+        model = torch.nn.Linear(4096, 4096)
+        optimizer = torch.optim.AdamW(model.parameters())
+        plan = Plan((LayerPlan("", Mode.GFGB),))
+        said = refused(lambda: mf.ferry(model, optimizer, plan=plan, config=mf.Config(precision="fp32")))
+        assert said.startswith("device memory: this plan keeps 64."), said
+        assert model.weight.device.type == "cpu"
+        """,
+        hbm=32 << 20,
+    )
+
+
+def test_a_failed_copy_is_an_error_and_leaves_the_model_whole() -> None:
+    script(
+        """
+        mf.init(backend="ascend")
+        engine = ferry(every(Mode.STREAM))
+        said = refused(lambda: steps(engine, 40))
+        assert "507899" in said or "copy" in said, said
+        model = engine.model
+        refused(engine.close)
+        assert all(p.device.type == "cpu" and torch.isfinite(p).all() for p in model.parameters())
+        """,
+        check=False,
+        fail="aclrtMemcpyAsync:120+:507899",
+    )
+
+
+def test_a_lost_device_is_an_error() -> None:
+    done = script(
+        """
+        mf.init(backend="ascend")
+        steps(ferry(every(Mode.GFGB)), 500)
+        """,
+        check=False,
+        lost="0:3000",
+    )
+    assert done.returncode != 0
+    assert "507010" in done.stderr or "lost" in done.stderr
+
+
+# -- the self-test -----------------------------------------------------------------------------------------------------
+def test_selftest_on_the_emulator(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    arguments = ["-m", "memferry_ascend", "doctor", "--selftest", "--backend", "ascend", "--out", report]
+    said = emulator.run(arguments, environ={"MEMFERRY_CACHE": str(tmp_path)}).stdout
+    found = json.loads(report.read_text())
+    assert found["selftest"]["ok"]
+    assert found["selftest"]["device"] == "npu:0"
+    assert len(found["selftest"]["tests"]) == 10
+    assert "host memory: route unified" in found["ascend"]
+    assert "FAIL" not in said
+
+
+def test_selftest_fails_on_a_broken_device(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    arguments = ["-m", "memferry_ascend", "doctor", "--selftest", "--backend", "ascend", "--out", report]
+    environ = {"MEMFERRY_CACHE": str(tmp_path)}
+    done = emulator.run(arguments, check=False, environ=environ, stale=True)
+    assert done.returncode == 1
+    found = json.loads(report.read_text())["selftest"]
+    assert not found["coherent"]
+    assert not found["tests"]["coherence"]["ok"]
+    assert found["tests"]["fp32 DHA"]["ok"]  # GFGB in its place
