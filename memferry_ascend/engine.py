@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from memferry_ascend import arming, checkpoint, disarm, hostmath, limits, saving, sharded
+from memferry_ascend import arming, checkpoint, disarm, hostmath, limits, saving, sharded, transfers
 from memferry_ascend.arena import Arena, UnitMemory
 from memferry_ascend.backends.base import Event
 from memferry_ascend.budget import sizing
@@ -108,12 +108,15 @@ class Engine:
         self.recorder = Recorder(backend)
         self._parallel: sharded.DataParallel | None = None
         limits.check_device(self._units, backend, self._sizing.slots, config.accumulate)
+        self._transfers = transfers.for_engine(runtime, config)
         if ranks is None:
             need = limits.arena_bytes(self._units, native, config.accumulate)
             limits.check_host(need | limits.state_bytes(self._units, optimizer), config.host_bytes)
             limits.check_locked(need, backend.locked_memory_limit())
             self._arena = Arena(backend, config.host_bytes)
-            self._jobs = make_jobs(backend, len(self._units), self.recorder, native)
+            self._jobs = make_jobs(
+                backend, len(self._units), self.recorder, native and self._transfers is None
+            )
         else:
             need = sharded.need(self._units, ranks, optimizer, config)
             limits.check_locked(need, backend.locked_memory_limit())
