@@ -108,14 +108,13 @@ class Engine:
         self.recorder = Recorder(backend)
         self._parallel: sharded.DataParallel | None = None
         limits.check_device(self._units, backend, self._sizing.slots, config.accumulate)
-        self._transfers = transfers.for_engine(runtime, config)
         if ranks is None:
             need = limits.arena_bytes(self._units, native, config.accumulate)
             limits.check_host(need | limits.state_bytes(self._units, optimizer), config.host_bytes)
             limits.check_locked(need, backend.locked_memory_limit())
             self._arena = Arena(backend, config.host_bytes)
             self._jobs = make_jobs(
-                backend, len(self._units), self.recorder, native and self._transfers is None
+                backend, len(self._units), self.recorder, native and not config.assist_devices
             )
         else:
             need = sharded.need(self._units, ranks, optimizer, config)
@@ -131,7 +130,9 @@ class Engine:
         self._windows: list[Window] = []
         self.optimizer: FerryOptimizer = None  # type: ignore[assignment]
         self._saving: saving.Save | None = None
+        self._transfers: transfers.Transfers | None = None
         try:
+            self._transfers = transfers.for_engine(runtime, config)
             self._arm(layers, optimizer, native, source)
         except BaseException:
             if self._parallel is not None:

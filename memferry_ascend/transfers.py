@@ -325,6 +325,10 @@ def for_engine(runtime: Runtime, config: Config, *, time_scale: float = 1.0) -> 
     if not config.assist_devices:
         return None
     topology, backend = runtime.topology, runtime.backend
+    if not backend.carries:
+        raise ConfigError(
+            f"Config.assist_devices: backend {backend.name!r} cannot relay through peers yet; leave it out"
+        )
     if topology is None:
         raise ConfigError(
             "Config.assist_devices needs the paths' latencies and bandwidths: measure them with `memferry probe --out "
@@ -333,6 +337,10 @@ def for_engine(runtime: Runtime, config: Config, *, time_scale: float = 1.0) -> 
     names = device_names(topology)
     mine = runtime.local_rank
     check_assist(config.assist_devices, names, mine, runtime.local_world)
+    if runtime.ranks is not None:
+        raise ConfigError(
+            "Config.assist_devices: devices assist one training process only, this one is of several ranks; leave it out"
+        )
     peers = {names[i]: i for i in config.assist_devices}
     try:
         paths = {

@@ -270,6 +270,9 @@ class Backend(ABC):
             "about": "; ".join(self.capabilities().notes),
         }
 
+    carries: bool = False
+    """Streams give their copies to a carrier, so that devices can assist."""
+
     queues_relays: bool = False
     """`relay` queues; otherwise copies block their stream's thread and paths have threads of their own."""
 

@@ -173,6 +173,7 @@ class CpuBackend(Backend):
     """`limit` bounds the bytes the engine may hold as device memory (buffers, slots, kept gradients)."""
 
     name = "cpu"
+    carries = True
 
     def __init__(self, limit: int | None = None) -> None:
         super().__init__()

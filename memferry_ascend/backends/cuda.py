@@ -188,7 +188,7 @@ class CudaBackend(Backend):
     """One CUDA device."""
 
     name = "cuda"
-    queues_relays = True
+    carries = queues_relays = True
 
     def __init__(self, index: int = 0) -> None:
         super().__init__()

@@ -99,7 +99,7 @@ def _copy(
     stream.carrier = carry
     source = torch.full((nbytes,), 7, dtype=torch.uint8)
     source[::4097] = 8
-    target = torch.zeros(nbytes, dtype=torch.uint8)
+    target = torch.ones(nbytes, dtype=torch.uint8)  # not zeros: their pages come at the first write
     over = threading.Event()
 
     def disturb(after: float) -> None:
