@@ -45,13 +45,12 @@ def measure(repeats: int, wall: float, sizes: list[int]) -> dict[str, Any]:
             for scheme in SCHEMES:
                 rows.append(_row(both, scheme, nbytes, contention, repeats, wall))
         print(_line(nbytes, rows[-2 * len(SCHEMES) :]), flush=True)
+    described = [{"name": p.name, "latency": p.latency, "bandwidth": p.bandwidth} for p in both["h2d"].paths]
     return {
         "benchmark": "relay",
         "emulated": True,
         "fabric": fabric.name,
-        "paths": [
-            {"name": p.name, "latency": p.latency, "bandwidth": p.bandwidth} for p in both["h2d"].paths
-        ],
+        "paths": described,
         "contention": {"link": CONTENDED, "kept": 0.25, "begins": "half of the static model's time"},
         "repeats": repeats,
         "torch": torch.__version__,
@@ -60,7 +59,7 @@ def measure(repeats: int, wall: float, sizes: list[int]) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "load": os.getloadavg()[0],
         "rows": rows,
-        "targets": targets(rows),
+        "targets": targets(rows, described),
     }
 
 
@@ -127,8 +126,9 @@ def _copy(
     return seconds, moved
 
 
-def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the design asks for, and what was reached; a ratio of medians each."""
+def targets(rows: list[dict[str, Any]], paths: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the design asks for, and what was reached; a ratio of medians each. The sum of both paths is the fabric's: a
+    measured one would be easier to reach the more the machine was disturbed."""
     at = {(r["scheme"], r["bytes"], r["contention"]): r["seconds"] for r in rows}
     sizes = sorted({r["bytes"] for r in rows})
     found: list[dict[str, Any]] = []
@@ -148,7 +148,7 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             value = at["direct", 64 * KIB, False] / at[scheme, 64 * KIB, False]
             add(f"64 KiB: {scheme} over direct (1, less 5 % of noise)", value, 0.95)
         for n in (n for n in sizes if n >= 16 * MIB):
-            both = n / at["direct", n, False] + n / at["assisted", n, False]
+            both = sum(n / (p["latency"] + n / p["bandwidth"]) for p in paths)
             add(f"{n // MIB} MiB: {scheme} over the sum of both paths", n / at[scheme, n, False] / both, 0.85)
     for n in (n for n in sizes if n >= 64 * MIB):
         gain = at["static", n, True] / at["dynamic", n, True]
