@@ -257,3 +257,16 @@ def test_training_goes_on_when_a_peer_fails(fabric: str, monkeypatch: pytest.Mon
         got = train(model, plan_of(model, Mode.STREAM), config=config, disturb=disturb)
     assert_same(want, got)
     assert hits > 20
+
+
+def test_a_refused_device_leaves_the_model_as_it_was(fabric: str) -> None:
+    start(fabric)
+    model = make_model(0)
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = mf.Config(precision="fp32", assist_devices=(9,))
+    with pytest.raises(ConfigError, match="device 9 is absent"):
+        mf.ferry(model, optimizer, config=config, plan=plan_of(model, Mode.GFGB))
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    assert runtime.current().backend.stream("upload").carrier is None
+    train(model, plan_of(model, Mode.GFGB), steps=1)
