@@ -82,6 +82,8 @@ def _unhook(engine: Engine) -> None:
 
 def _release(engine: Engine) -> None:
     """Let go of every tensor over the arena and of all device memory, then give the pages back."""
+    if engine._transfers is not None:
+        engine._transfers.close()
     for r in engine._residents:  # by hand: hooks, graphs and frames may hold on to them for a while
         r.buffer, r.rest, r.ring, r.deferred = None, {}, None, None
         if isinstance(r.memory, DeviceMemory):

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from memferry_ascend import arming, checkpoint, disarm, hostmath, limits, saving, sharded
+from memferry_ascend import arming, checkpoint, disarm, hostmath, limits, saving, sharded, transfers
 from memferry_ascend.arena import Arena, UnitMemory
 from memferry_ascend.backends.base import Event
 from memferry_ascend.budget import sizing
@@ -113,7 +113,9 @@ class Engine:
             limits.check_host(need | limits.state_bytes(self._units, optimizer), config.host_bytes)
             limits.check_locked(need, backend.locked_memory_limit())
             self._arena = Arena(backend, config.host_bytes)
-            self._jobs = make_jobs(backend, len(self._units), self.recorder, native)
+            self._jobs = make_jobs(
+                backend, len(self._units), self.recorder, native and not config.assist_devices
+            )
         else:
             need = sharded.need(self._units, ranks, optimizer, config)
             limits.check_locked(need, backend.locked_memory_limit())
@@ -128,7 +130,9 @@ class Engine:
         self._windows: list[Window] = []
         self.optimizer: FerryOptimizer = None  # type: ignore[assignment]
         self._saving: saving.Save | None = None
+        self._transfers: transfers.Transfers | None = None
         try:
+            self._transfers = transfers.for_engine(runtime, config)
             self._arm(layers, optimizer, native, source)
         except BaseException:
             if self._parallel is not None:

@@ -92,7 +92,7 @@ def init(topology: str = "auto", backend: str | None = None) -> Runtime:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     fabric = None
     if topology != "auto":
-        from memferry_ascend import topology as topo  # type: ignore[attr-defined]
+        from memferry_ascend import topology as topo
 
         fabric = topo.load(topology)
     shares_device = os.environ.get(COLLECTIVES) == "gloo" and torch.accelerator.is_available()

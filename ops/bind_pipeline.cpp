@@ -3,6 +3,7 @@
 
 #include <pybind11/stl.h>
 
+#include "relay.h"
 #include "worker.h"
 
 namespace py = pybind11;
@@ -46,6 +47,20 @@ void bind_pipeline(py::module_& m) {
             for (const auto& c : copies) d.copy({c[0], c[1], c[2]}, static_cast<Direction>(direction), stream);
             if (done) d.record(done, stream);
         });
+
+    // slots: (buffer, filled event, freed event) of each staging buffer; first, second: the streams of the two legs.
+    py::class_<Relay>(m, "Relay")
+        .def(py::init([](std::shared_ptr<Driver> driver, const std::vector<std::array<uint64_t, 3>>& slots, uint64_t chunk,
+                         uint64_t first, uint64_t second) {
+            std::vector<Relay::Slot> own;
+            for (const auto& s : slots) own.push_back({s[0], s[1], s[2]});
+            return std::make_unique<Relay>(std::move(driver), std::move(own), chunk, first, second);
+        }))
+        .def("queue",
+             [](Relay& r, uint64_t dst, uint64_t src, uint64_t nbytes, bool to_device, uint64_t after, uint64_t done) {
+                 unlocked([&] { r.queue({dst, src, nbytes}, to_device, after, done); });
+             })
+        .def_property_readonly("chunks", &Relay::chunks);
 
     py::class_<Scale, std::shared_ptr<Scale>>(m, "Scale")
         .def(py::init<>())

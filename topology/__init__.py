@@ -9,6 +9,7 @@ from .load import FabricError, load, shipped
 from .measured import Figures, Measured, MeasuredPath, Shared
 from .node_plan import NodePlan, plan_node
 from .paths import FabricPath, PathSet
+from .probe import probe
 from .strategies import DynamicDispatch, StaticDispatch, Transfer, TransferFailed
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "fit",
     "load",
     "plan_node",
+    "probe",
     "shared_bottlenecks",
     "shipped",
     "simulate",

@@ -84,6 +84,11 @@ class Capabilities:
     notes: tuple[str, ...] = field(default_factory=tuple)
 
 
+Carrier = Callable[["Stream", torch.Tensor, torch.Tensor], bool]
+"""carrier(stream, dst, src): take a copy on, in the stream's order; False leaves it to the stream. Called when the copy
+runs where copies block their stream's thread, when it is queued where they are queued."""
+
+
 class Event(ABC):
     """A point in a stream; may be recorded again once nobody waits for the earlier recording on the host."""
 
@@ -109,6 +114,8 @@ class Stream(ABC):
     name: str
     handle: int = 0
     """The runtime's own stream, for native code; 0 where there is none."""
+    carrier: Carrier | None = None
+    """Divides this stream's copies over several paths (`transfers.py`); None copies directly."""
 
     @abstractmethod
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -132,6 +139,10 @@ class Stream(ABC):
         """Queue several copies; a family overrides it where one call is cheaper than many."""
         for dst, src in pairs:
             self.copy(dst, src)
+
+    def copy_direct(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Queue copies past the carrier; for carriers of backends that queue relays."""
+        raise NotSupported("this stream's carrier moves the bytes itself")
 
     def copy_behind(
         self, compute: Compute, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], ready: Event, done: Event
@@ -262,9 +273,37 @@ class Backend(ABC):
             "about": "; ".join(self.capabilities().notes),
         }
 
-    def relay(self, *args: object, **kwargs: object) -> object:
-        """Copy host memory to this device through a peer's buffer (paper section IV-E)."""
+    carries: bool = False
+    """Streams give their copies to a carrier, so that devices can assist."""
+
+    queues_relays: bool = False
+    """`relay` queues; otherwise copies block their stream's thread and paths have threads of their own."""
+
+    def peers(self) -> tuple[int, ...]:
+        """Indices of the devices that can forward to this one."""
+        return ()
+
+    def relay(
+        self, stream: Stream, dst: torch.Tensor, src: torch.Tensor, *, peer: int, chunk: int, slots: int = 4
+    ) -> None:
+        """Queue dst <- src (uint8, one of them host memory) through buffers of device `peer`, in pipelined chunks,
+        behind everything on `stream` (paper section IV-E). The peer's memory taken is `slots` times `chunk` bytes.
+        `relays_done` makes `stream` wait for it.
+
+        Raises:
+            NotSupported: no such peer.
+            RuntimeError: the device's runtime refused; what had been queued is in `relays_done` all the same.
+        """
         raise NotSupported(f"backend {self.name!r} has no peer devices to relay through; use the direct path")
+
+    def relays_done(self, stream: Stream) -> None:
+        """Everything queued on `stream` from now on runs after the relays queued for it."""
+        return None
+
+    def hold(self, streams: Sequence[Stream]) -> Callable[[], None]:
+        """Keep `streams` from running what is queued from now on, until the function returned is called; all go on
+        at once then. For measurements: queuing must not be what is measured."""
+        raise NotSupported(f"backend {self.name!r} cannot hold its streams")
 
     def close(self) -> None:
         """Stop the streams' workers. Slabs must have been freed."""

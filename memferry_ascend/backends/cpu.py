@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -122,6 +122,8 @@ class CpuStream(Stream):
             backend = self._backend()
             if backend is not None:
                 backend._at(f"copy:{self.name}")
+            if self.carrier is not None and self.carrier(self, dst, src):
+                return
             if self.throttle is not None:
                 self.throttle(dst.numel() * dst.element_size())
             with torch.no_grad():
@@ -171,6 +173,7 @@ class CpuBackend(Backend):
     """`limit` bounds the bytes the engine may hold as device memory (buffers, slots, kept gradients)."""
 
     name = "cpu"
+    carries = True
 
     def __init__(self, limit: int | None = None) -> None:
         super().__init__()
@@ -226,6 +229,13 @@ class CpuBackend(Backend):
 
     def event(self, *, timing: bool = False) -> Event:
         return CpuEvent()
+
+    def hold(self, streams: Sequence[Stream]) -> Callable[[], None]:
+        gate = CpuEvent()
+        number = gate.mark()
+        for stream in streams:
+            stream.wait(gate)
+        return lambda: gate.reach(number, None)
 
     def bind_thread(self, *, own_stream: bool = False) -> None:
         return None

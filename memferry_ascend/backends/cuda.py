@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from memferry_ascend.backends.base import (
     Stream,
     align,
 )
+from memferry_ascend.backends.cuda_relay import CudaRelays
 from memferry_ascend.backends.hostmem import Pages
 from memferry_ascend.errors import FerryError
 
@@ -87,6 +88,12 @@ class CudaStream(Stream):
         self.copy_many(((dst, src),))
 
     def copy_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        if self.carrier is not None:
+            pairs = [(dst, src) for dst, src in pairs if not self.carrier(self, dst, src)]
+        if pairs:
+            self.copy_direct(pairs)
+
+    def copy_direct(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         driver = self._backend.driver()
         if driver is not None and self._backend.disturb is None:
             driver.batch(*self._rows(pairs), self.handle, 0, 0, 0)
@@ -105,7 +112,7 @@ class CudaStream(Stream):
         self, compute: Compute, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], ready: Event, done: Event
     ) -> None:
         driver = self._backend.driver()
-        if driver is None or self._backend.disturb is not None:
+        if driver is None or self._backend.disturb is not None or self.carrier is not None:
             super().copy_behind(compute, pairs, ready, done)
             return
         now = torch._C._cuda_getCurrentRawStream(self._backend.device.index)
@@ -181,6 +188,7 @@ class CudaBackend(Backend):
     """One CUDA device."""
 
     name = "cuda"
+    carries = queues_relays = True
 
     def __init__(self, index: int = 0) -> None:
         super().__init__()
@@ -204,6 +212,7 @@ class CudaBackend(Backend):
         self._lock = threading.Lock()
         self._starts: list[int] = []
         self._ends: list[int] = []
+        self._relays = CudaRelays(self)
         self.device_waits = self._can_wait()
 
     def _can_wait(self) -> bool:
@@ -321,6 +330,41 @@ class CudaBackend(Backend):
     def event(self, *, timing: bool = False) -> Event:
         return CudaEvent(timing)
 
+    def peers(self) -> tuple[int, ...]:
+        mine = self.device.index
+        others = [i for i in range(torch.cuda.device_count()) if i != mine]
+        return tuple(i for i in others if torch.cuda.can_device_access_peer(mine, i))
+
+    def relay(
+        self, stream: Stream, dst: torch.Tensor, src: torch.Tensor, *, peer: int, chunk: int, slots: int = 4
+    ) -> None:
+        assert isinstance(stream, CudaStream)
+        self.check_registered(dst)
+        self.check_registered(src)
+        self._relays.queue(stream, dst, src, peer, chunk, slots)
+
+    def relays_done(self, stream: Stream) -> None:
+        assert isinstance(stream, CudaStream)
+        self._relays.done(stream)
+
+    def hold(self, streams: Sequence[Stream]) -> Callable[[], None]:
+        # Spinning for about a millisecond is longer than queuing takes; all streams go on behind the first one's event.
+        gate = torch.cuda.Event()
+        for i, stream in enumerate(streams):
+            assert isinstance(stream, CudaStream)
+            if i == 0:
+                with torch.cuda.stream(stream.stream):
+                    torch.cuda._sleep(2_000_000)
+                gate.record(stream.stream)
+            else:
+                stream.stream.wait_event(gate)
+        return lambda: None
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self._relays.close()
+        super().close()
+
     def bind_thread(self, *, own_stream: bool = False) -> None:
         torch.cuda.set_device(self.device)
         if own_stream:
@@ -333,15 +377,10 @@ class CudaBackend(Backend):
         return {**super().identity(), "driver": _driver_version()}
 
     def capabilities(self) -> Capabilities:
-        peers = sum(
-            torch.cuda.can_device_access_peer(self.device.index, other)
-            for other in range(torch.cuda.device_count())
-            if other != self.device.index
-        )
         return Capabilities(
             dha_kinds=frozenset({"*"}),
             direct_kinds=DIRECT_KINDS,
-            peers=peers,
+            peers=len(self.peers()),
             swap_storage=hasattr(torch.UntypedStorage, "_swap_data_ptr_"),
             notes=(f"{torch.cuda.get_device_name(self.device)}, CUDA {torch.version.cuda}",),
         )

@@ -47,12 +47,20 @@ void push(void* stream, std::function<void()> task) {
 }
 
 std::atomic<void*> failing{nullptr};
+std::atomic<int> copies_left{-1};  // until copies fail; below zero: for ever
 }  // namespace
 
 extern "C" {
 void* fake_stream() { return new Stream; }
 void* fake_event() { return new Event; }
 void fake_fail_copies(void* stream) { failing = stream; }
+void fake_fail_after(int copies) { copies_left = copies; }
+// Holds a stream until the word is not zero.
+void fake_hold(void* stream, int* word) {
+    push(stream, [word] {
+        while (!__atomic_load_n(word, __ATOMIC_ACQUIRE)) std::this_thread::yield();
+    });
+}
 void fake_synchronize(void* stream) {
     auto* s = static_cast<Stream*>(stream);
     std::unique_lock<std::mutex> lock(m);
@@ -99,7 +107,8 @@ int cudaStreamWaitEvent(void* stream, void* event, unsigned) {
     return 0;
 }
 int cudaMemcpyAsync(void* dst, const void* src, size_t n, int, void* stream) {
-    if (stream == failing) return 700;
+    if (stream == failing || copies_left == 0) return 700;
+    if (copies_left > 0) --copies_left;
     push(stream, [=] { std::memcpy(dst, src, n); });
     return 0;
 }

@@ -1,0 +1,417 @@
+"""Transfers over several paths: the adaptive data dispatcher at work (the MemFerry paper, section IV-E).
+
+A copy between host memory and the device may go directly and through peers at once. `Transfers` is put into the
+backend's copy streams as their *carrier*: a stream's copy is then divided over the paths, and counts as done, for the
+events behind it, when every path has delivered. Nothing else in the engine knows about paths.
+
+Two ways of carrying. Where copies block their stream's thread (the CPU backend) each path has workers that ask the
+dispatcher for chunks; an assisted path's chunks go through a few staging buffers, so that one is forwarded while the
+next arrives. Where copies are queued (CUDA) the shares are fixed beforehand and `Backend.relay` queues the peer's part
+in one native call.
+
+A peer that fails is left out from then on: what it had not delivered goes over the other paths, and the user is told
+once.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+
+from memferry_ascend.backends.base import Backend, Stream
+from memferry_ascend.config import Config
+from memferry_ascend.errors import ConfigError, FerryError
+from memferry_ascend.topology import (
+    DynamicDispatch,
+    EmulatedLinks,
+    FabricPath,
+    PathSet,
+    StaticDispatch,
+)
+from memferry_ascend.topology.strategies import Transfer
+
+if TYPE_CHECKING:
+    from memferry_ascend.runtime import Runtime
+
+CHUNK = 2 << 20
+"""Bytes. Long enough to hide a path's startup behind the chunk before, short enough to leave a slow path quickly."""
+
+STREAMS = {"upload": "h2d", "reload": "h2d", "download": "d2h"}
+"""The engine's streams and the direction of each."""
+
+
+class Lane:
+    """One path in one direction on a backend whose copies block the calling thread. `slots` staging buffers bound what
+    an assisted path takes on the peer and how many of its chunks are under way."""
+
+    def __init__(
+        self, path: FabricPath, links: EmulatedLinks | None, slots: int, chunk: int, backend: Backend
+    ) -> None:
+        self.path, self.slots, self.chunk = path, slots, chunk
+        self._links, self._backend = links, backend
+        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        if path.via is not None:
+            # The peer's memory, not this device's: it does not count against the device's limit.
+            for _ in range(slots):
+                self._free.put(torch.empty(chunk, dtype=torch.uint8))
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """dst <- src, both uint8 of one length (at most a chunk on an assisted path); returns when it has arrived."""
+        self._backend._at(f"path:{self.path.name}")
+        if self.path.via is None:
+            self._cross(src.numel())
+            dst.copy_(src)
+            return
+        buffer = self._free.get()
+        try:
+            staged = buffer[: src.numel()]
+            staged.copy_(src)
+            self._cross(src.numel())
+            dst.copy_(staged)
+        finally:
+            self._free.put(buffer)
+
+    def _cross(self, nbytes: int) -> None:
+        if self._links is not None:
+            self._links.transfer(self.path, nbytes)
+
+
+class Transfers:
+    """Divides copies over `paths` (per direction, the direct path first).
+
+    dispatch: "static" or "dynamic" (`topology.StaticDispatch`, `topology.DynamicDispatch`).
+    links: emulated links that make each path take its time; None copies as fast as memory allows.
+    peers: device index by peer name, for backends that queue relays.
+    chunk: bytes, a multiple of 512.
+
+    Raises:
+        ConfigError: `dispatch` is "dynamic" on a backend that queues its copies beforehand.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        paths: Mapping[str, PathSet],
+        *,
+        dispatch: str = "static",
+        links: EmulatedLinks | None = None,
+        peers: Mapping[str, int] | None = None,
+        chunk: int = CHUNK,
+    ) -> None:
+        self._queues = backend.queues_relays
+        if self._queues and dispatch == "dynamic":
+            raise ConfigError(
+                f"Config.dispatch: backend {backend.name!r} queues copies ahead of time, so shares cannot change while "
+                'they move; expected "static"'
+            )
+        self._backend, self._paths, self._links = backend, dict(paths), links
+        self._dynamic, self._chunk = dispatch == "dynamic", chunk
+        self._peers = dict(peers or {})
+        self._lost: set[str] = set()
+        self._warned = False
+        self._lock = threading.Lock()
+        self._streams: list[Stream] = []
+        self._lanes: dict[tuple[str, str], Lane] = {}
+        self.moved: dict[str, int] = {}
+        """Bytes that were carried, by path name."""
+        workers = 0
+        if not self._queues:
+            for direction, found in self._paths.items():
+                for path in found.paths:
+                    ahead = 1 if self._dynamic else math.ceil(path.latency * path.bandwidth / chunk)
+                    lane = Lane(path, links, 1 + min(3, max(1, ahead)), chunk, backend)
+                    self._lanes[direction, path.name] = lane
+                    workers += lane.slots
+        # `upload` and `reload` may both be moving in one direction; a third copy waits for workers, not for ever.
+        self._pool = ThreadPoolExecutor(max(1, 2 * workers), thread_name_prefix="memferry-path")
+
+    # -- in the backend's streams ------------------------------------------------------------------------------------
+    def install(self) -> None:
+        """Carry the copies of the engine's streams from now on.
+
+        Raises:
+            FerryError: another engine has its transfers assisted on this backend.
+        """
+        streams = [self._backend.stream(name) for name in STREAMS]
+        if any(stream.carrier is not None for stream in streams):
+            raise FerryError(
+                "Config.assist_devices: the assisting devices are busy, another engine of this process uses them; "
+                "close it first"
+            )
+        for stream in streams:
+            stream.carrier = self.carry
+        self._streams = streams
+
+    def close(self) -> None:
+        """Leave the streams (which must be idle) and end the workers. May be called twice."""
+        for stream in self._streams:
+            stream.carrier = None
+        self._streams = []
+        self._pool.shutdown()
+        if self._links is not None:
+            self._links.close()
+
+    def carry(self, stream: Stream, dst: torch.Tensor, src: torch.Tensor) -> bool:
+        """Take a stream's copy on. False: it is small, or no peer is left, and the stream copies as it always does
+        (never with emulated links, which make direct copies take their time too)."""
+        direction = STREAMS[stream.name]
+        if not self._queues:
+            self.move(dst, src, direction)
+            return True
+        shares = self.shares(src.nbytes, direction)
+        if not any(share for path, share in shares if path.via is not None):
+            return False
+        self._queue(stream, flat(dst), flat(src), shares)
+        return True
+
+    def shares(self, nbytes: int, direction: str) -> list[tuple[FabricPath, int]]:
+        """Bytes of a transfer on each path that is still in use, as static dispatch divides them."""
+        paths = self._live(direction)
+        return list(zip(paths.paths, paths.split(nbytes), strict=True))
+
+    # -- copies that are queued ----------------------------------------------------------------------------------------
+    def _queue(
+        self,
+        stream: Stream,
+        dst: torch.Tensor,
+        src: torch.Tensor,
+        shares: Sequence[tuple[FabricPath, int]],
+    ) -> None:
+        at, direct = 0, []
+        for path, share in shares:
+            to, source = dst[at : at + share], src[at : at + share]
+            at += share
+            if share and path.via is not None:
+                try:
+                    self._backend.relay(stream, to, source, peer=self._peers[path.via], chunk=self._chunk)
+                    self._count(path.name, share)
+                    continue
+                except (FerryError, RuntimeError) as e:
+                    self._lose(path, e)
+            if share:
+                direct.append((to, source))
+                self._count(shares[0][0].name, share)
+        if direct:
+            stream.copy_direct(direct)
+        self._backend.relays_done(stream)
+
+    # -- copies that block ---------------------------------------------------------------------------------------------
+    def move(self, dst: torch.Tensor, src: torch.Tensor, direction: str, only: str | None = None) -> None:
+        """dst <- src (contiguous, equal numel and dtype) over the paths of `direction`; returns when all bytes have
+        arrived. `only` names a single path to use (the probe measures them one by one).
+
+        Raises:
+            FerryError: every path failed.
+        """
+        to, source = flat(dst), flat(src)
+        nbytes = source.numel()
+        if not nbytes:
+            return
+        found = self._live(direction)
+        if only is not None:
+            used = [i for i, path in enumerate(found.paths) if path.name == only]
+            if not used:
+                raise FerryError(f"path {only!r} failed before, or does not exist")
+        else:
+            used = [i for i, share in enumerate(found.split(nbytes)) if share]
+            # The direct path takes over what a peer that fails leaves behind, so it is always there.
+            if used != [0] and 0 not in used:
+                used.insert(0, 0)
+        lanes = [self._lanes[direction, found.paths[i].name] for i in used]
+        if len(lanes) == 1 and nbytes <= self._chunk:
+            self._alone(lanes[0], to, source)
+            return
+        scale = self._links.time_scale if self._links is not None else 1.0
+        dispatch: DynamicDispatch | StaticDispatch = StaticDispatch(self._chunk)
+        if self._dynamic:
+            dispatch = DynamicDispatch(self._chunk, clock=lambda: time.perf_counter() / scale)
+        transfer = dispatch.begin(nbytes, found.together(used))
+        failures: list[BaseException] = []
+        futures: list[Future[None]] = [
+            self._pool.submit(self._work, lane, transfer, to, source, failures)
+            for lane in lanes
+            for _ in range(lane.slots)
+        ]
+        # All of them, not only until the last byte is there: a late worker must not write to memory that is in use.
+        errors = [e for future in futures if (e := future.exception()) is not None]
+        for name, moved in transfer.moved.items():
+            self._count(name, moved)
+        if not transfer.done:
+            cause = (failures or errors)[-1]
+            raise FerryError(f"the transfer failed on every path: {cause}") from cause
+        if errors:
+            raise errors[0]
+
+    def _alone(self, lane: Lane, dst: torch.Tensor, src: torch.Tensor) -> None:
+        with torch.no_grad():
+            lane.copy(dst, src)
+        self._count(lane.path.name, src.numel())
+
+    def _work(
+        self,
+        lane: Lane,
+        transfer: Transfer,
+        dst: torch.Tensor,
+        src: torch.Tensor,
+        failures: list[BaseException],
+    ) -> None:
+        name = lane.path.name
+        while (chunk := transfer.next_chunk(name, wait=True)) is not None:
+            at, n = chunk
+            try:
+                with torch.no_grad():
+                    lane.copy(dst[at : at + n], src[at : at + n])
+            except Exception as e:
+                failures.append(e)
+                if lane.path.via is not None:
+                    self._lose(lane.path, e)
+                transfer.fail(name, e)
+                return
+            try:
+                transfer.complete(name, chunk)
+            except ValueError:
+                if name in self._lost:  # another worker of this path has given its chunks back
+                    return
+                raise
+
+    # -- peers that fail -----------------------------------------------------------------------------------------------
+    def _live(self, direction: str) -> PathSet:
+        found = self._paths[direction]
+        if not self._lost:
+            return found
+        return PathSet(tuple(p for p in found.paths if p.name not in self._lost), found.capacity)
+
+    def _lose(self, path: FabricPath, error: BaseException) -> None:
+        with self._lock:
+            self._lost.add(path.name)
+            first, self._warned = not self._warned, True
+        if first:
+            warnings.warn(
+                f"assisting device {path.via} failed ({error}); its part of each transfer goes over the other paths "
+                "from now on, nothing was lost, but transfers are slower",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _count(self, name: str, nbytes: int) -> None:
+        with self._lock:
+            self.moved[name] = self.moved.get(name, 0) + nbytes
+
+
+def flat(t: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor."""
+    return t.detach().view(-1).view(torch.uint8)
+
+
+def for_engine(runtime: Runtime, config: Config, *, time_scale: float = 1.0) -> Transfers | None:
+    """What `Config.assist_devices` asks for, installed in the backend's streams; None without assisting devices.
+
+    An index counts the topology's devices (`init(topology=...)`): 0 is the first. On the CPU backend the topology's
+    links are emulated.
+
+    Raises:
+        ConfigError: no topology to take latencies and bandwidths from; an index that is absent, listed twice, this
+            process's own device, or another local rank's.
+        FerryError: another engine of this process uses them.
+    """
+    if not config.assist_devices:
+        return None
+    topology, backend = runtime.topology, runtime.backend
+    if not backend.carries:
+        raise ConfigError(
+            f"Config.assist_devices: backend {backend.name!r} cannot relay through peers yet; leave it out"
+        )
+    if topology is None:
+        raise ConfigError(
+            "Config.assist_devices needs the paths' latencies and bandwidths: measure them with `memferry probe --out "
+            'paths.json` and call init(topology="paths.json"), or name a shipped fabric'
+        )
+    names = device_names(topology)
+    mine = runtime.local_rank
+    check_assist(config.assist_devices, names, mine, runtime.local_world)
+    if runtime.ranks is not None:
+        raise ConfigError(
+            "Config.assist_devices: devices assist one training process only, this one is of several ranks; leave it out"
+        )
+    peers = {names[i]: i for i in config.assist_devices}
+    try:
+        paths = {
+            direction: topology.paths(names[mine], via=list(peers), direction=direction)
+            for direction in ("h2d", "d2h")
+        }
+    except KeyError as e:
+        raise ConfigError(f"Config.assist_devices: {e.args[0]}") from e
+    for direction, found in paths.items():
+        missing = sorted(set(peers) - {p.via for p in found.paths})
+        if missing:
+            raise ConfigError(
+                f"Config.assist_devices: {runtime.topology_name} has no {direction} path through "
+                f"{', '.join(missing)}; probe again with that peer"
+            )
+    links = None if backend.queues_relays else emulated(paths, time_scale)
+    transfers = Transfers(backend, paths, dispatch=config.dispatch, links=links, peers=peers, chunk=CHUNK)
+    try:
+        transfers.install()
+    except BaseException:
+        transfers.close()
+        raise
+    return transfers
+
+
+def emulated(
+    paths: Mapping[str, PathSet], time_scale: float, clock: Callable[[], float] = time.monotonic
+) -> EmulatedLinks:
+    """Links for the CPU backend: every resource that the paths use, slowed by `time_scale`."""
+    capacity = {name: (0.0, b) for found in paths.values() for name, b in found.capacity.items()}
+    return EmulatedLinks(capacity, time_scale, clock=clock)
+
+
+def device_names(topology: object) -> list[str]:
+    """Names of a topology's devices, by the index that `Config.assist_devices` uses. A probe's peers count too; names
+    that end in an index of their own (`cuda:1`) keep it."""
+    names = list(topology.devices)  # type: ignore[attr-defined]
+    for path in getattr(topology, "measured", ()):
+        if path.via is not None and path.via not in names:
+            names.append(path.via)
+    numbers = [name.rpartition(":")[2] for name in names]
+    if names and all(":" in name and n.isdigit() for name, n in zip(names, numbers, strict=True)):
+        by_number = {int(n): name for name, n in zip(names, numbers, strict=True)}
+        return [by_number.get(i, "") for i in range(max(by_number) + 1)]
+    return names
+
+
+def check_assist(assist: Sequence[int], names: Sequence[str], mine: int, local_world: int) -> None:
+    """Raise ConfigError for assisting devices that cannot assist."""
+    there = [i for i, name in enumerate(names) if name]
+    if mine not in there:
+        raise ConfigError(
+            f"Config.assist_devices: this process's own device {mine} is not in the topology, which has {_span(there)}"
+        )
+    for i in assist:
+        if isinstance(i, bool) or not isinstance(i, int):
+            raise ConfigError(f"Config.assist_devices: expected device indices, got {i!r}")
+        if i == mine:
+            raise ConfigError(
+                f"Config.assist_devices: device {i} is the target itself; name peers whose links are otherwise idle"
+            )
+        if i not in there:
+            raise ConfigError(f"Config.assist_devices: device {i} is absent, the topology has {_span(there)}")
+        if 0 <= i < local_world:
+            raise ConfigError(
+                f"Config.assist_devices: device {i} is busy, it trains as local rank {i} of {local_world}; name devices "
+                f"from {local_world} on, or start fewer processes"
+            )
+    if len(set(assist)) != len(assist):
+        raise ConfigError(f"Config.assist_devices: expected each device once, got {tuple(assist)}")
+
+
+def _span(indices: Sequence[int]) -> str:
+    return f"devices {indices[0]} to {indices[-1]}" if len(indices) > 1 else f"device {indices[0]} only"
