@@ -115,7 +115,7 @@ class Acl:
         """
         if forced is not None and forced not in ROUTES:
             raise FerryError(f"MEMFERRY_ASCEND_ROUTE={forced!r}: expected one of {', '.join(ROUTES)}")
-        refused = []
+        refused: list[str] = []
         for route in ROUTES if forced is None else (forced,):
             try:
                 self.free(self.allocate(PAGE, route))

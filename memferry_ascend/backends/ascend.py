@@ -254,7 +254,7 @@ class AscendBackend(Backend):
         if os.environ.get("TASK_QUEUE_ENABLE", "1") != "0":
             return None, "host updates on a Python thread (TASK_QUEUE_ENABLE=0 lets them run natively)"
         try:
-            from memferry_ascend import _ops  # type: ignore[attr-defined]
+            from memferry_ascend import _ops
         except ImportError:
             return None, "host updates on a Python thread (the C++ extension was not built)"
         event = torch.npu.Event()
@@ -304,7 +304,7 @@ class AscendBackend(Backend):
         slab.host = torch.empty(0, dtype=torch.uint8)
         slab.device = None
         if not isinstance(block, Block):
-            block.close()  # type: ignore[attr-defined]
+            block.close()
             return
         # A kernel or copy that still runs would meet memory that is gone.
         self.synchronize()
@@ -388,7 +388,8 @@ class AscendBackend(Backend):
     def capabilities(self) -> Capabilities:
         """The first call starts a child process that tries the layer kinds, unless this stack was tried before."""
         if self._capabilities is None:
-            kinds, notes = frozenset[str](), []
+            kinds: frozenset[str] = frozenset()
+            notes: list[str] = []
             if self.coherent:
                 kinds, notes = ascend_probe.host_access(self)
             else:
@@ -410,6 +411,3 @@ class AscendBackend(Backend):
             f"{torch.npu.get_device_name(self.device)}, torch_npu {self._torch_npu.__version__}, torch "
             f"{torch.__version__}, CANN {self.acl.version(0)}, driver {self.acl.version(7)}"
         )
-
-    def relay(self, *args: object, **kwargs: object) -> object:
-        raise NotSupported("backend 'ascend' relays through no peer yet; use the direct path")
