@@ -85,7 +85,7 @@ class Sizing:
 def need(units: Sequence[Unit], *, slots: int, accumulate: int = 1, base: int = 0, window: int = 0) -> Need:
     """What these units take on the device."""
     wide = accumulate > 1
-    resident = ring = kept = state = largest = passing = tied = 0
+    resident = ring = kept = state = largest = passing = tied = leaving = 0
     on_device = []
     for unit in units:
         layout = Layout(unit)
@@ -105,7 +105,8 @@ def need(units: Sequence[Unit], *, slots: int, accumulate: int = 1, base: int = 
             passing = max(passing, *(p.nbytes for p in trainable))
         else:
             # Direct gradients too: what comes before the first step is staged.
-            largest = max(largest, sum(p.nbytes for p in trainable))
+            own = sum(p.nbytes for p in trainable)
+            largest, leaving = max(largest, own), leaving + own
         tied += sum(p.nbytes for p in trainable if p.aliases)
     return Need(
         base=base,
@@ -113,7 +114,7 @@ def need(units: Sequence[Unit], *, slots: int, accumulate: int = 1, base: int = 
         ring=slots * ring,
         kept=kept,
         state=state + workspace_bytes(on_device),
-        staged=max(2 * largest, passing) + tied + (window if largest else 0),
+        staged=max(min(2 * largest, leaving), passing) + tied + (window if largest else 0),
     )
 
 

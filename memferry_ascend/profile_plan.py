@@ -253,7 +253,7 @@ def _in_flight(units: Profile) -> int:
     tied = sum(
         n for n, x in zip(units.own_bytes, units.layers, strict=True) if x.trainable and x.name in owners
     )
-    return 2 * max(own, default=0) + tied
+    return min(2 * max(own, default=0), sum(own)) + tied
 
 
 def predict(profile: Profile, plan: Plan, update: str = "step") -> Timeline:
