@@ -156,7 +156,9 @@ def poisoned() -> Iterator[None]:
     alloc, release = type(backend).alloc_device, Ring.release
 
     def alloc_nan(self: Any, nbytes: int) -> torch.Tensor:
-        return alloc(self, nbytes).fill_(255)
+        poison = alloc(self, nbytes).fill_(255)
+        self.compute.synchronize()  # the first copy into it waits for nobody
+        return poison
 
     def release_nan(self: Ring, slot: Slot) -> None:
         release(self, slot)

@@ -100,17 +100,31 @@ class AscendEvent(Event):
 
     def __init__(self, timing: bool, native: bool) -> None:
         self.event = torch.npu.Event(enable_timing=timing)
+        self._on: Any = None
         if native:
             self.event.record()
             self.handle = int(self.event.npu_event)
 
+    def record(self, stream: Any) -> None:
+        """Record on a torch_npu stream."""
+        self._on = stream
+        self.event.record(stream)
+
+    def _flush(self) -> None:
+        """Have the task queue hand over the latest recording: the runtime would answer for the one before. Asking for the
+        stream's handle empties the queue."""
+        if self._on is not None:
+            _ = self._on.npu_stream
+
     def synchronize(self) -> None:
+        self._flush()
         try:
             self.event.synchronize()
         except RuntimeError as error:
             raise _fails("work before an event on the NPU", error) from error
 
     def query(self) -> bool:
+        self._flush()
         return bool(self.event.query())
 
     def elapsed(self, later: Event) -> float:
@@ -147,7 +161,7 @@ class AscendStream(Stream):
 
     def record(self, event: Event) -> None:
         assert isinstance(event, AscendEvent)
-        event.event.record(self.stream)
+        event.record(self.stream)
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, AscendEvent)
@@ -168,7 +182,7 @@ class AscendCompute(Compute):
 
     def record(self, event: Event) -> None:
         assert isinstance(event, AscendEvent)
-        event.event.record(torch.npu.current_stream(self._device))
+        event.record(torch.npu.current_stream(self._device))
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, AscendEvent)
@@ -335,7 +349,10 @@ class AscendBackend(Backend):
 
     def alloc_device(self, nbytes: int) -> torch.Tensor:
         try:
-            return torch.empty(align(nbytes), dtype=torch.uint8, device=self.device)
+            made = torch.empty(align(nbytes), dtype=torch.uint8, device=self.device)
+            # The allocator reuses blocks in the compute stream's order; copies on other streams do not follow it.
+            self.compute.synchronize()
+            return made
         except torch.OutOfMemoryError as e:
             stats = self.memory_stats()
             raise DeviceOutOfMemory(

@@ -190,7 +190,7 @@ def test_device_memory_is_counted_and_limited(backend: AscendBackend) -> None:
     before = backend.memory_stats()
     buffer = backend.alloc_device(8 * MIB)
     after = backend.memory_stats()
-    assert after.allocated - before.allocated == buffer.numel() == 8 * MIB
+    assert 8 * MIB == buffer.numel() <= after.allocated - before.allocated <= 8 * MIB + 4096
     assert after.limit == 8 << 30
     assert after.peak >= after.allocated
     assert backend.allocated_bytes() == after.allocated
