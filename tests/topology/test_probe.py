@@ -94,7 +94,7 @@ def test_changed_data_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
     stream.carrier = flip
     with pytest.raises(FerryError, match="direct d2h delivered 1 of 4096 bytes changed"):
-        probe(backend, sizes=[4096, 8192], repeats=1)
+        probe(backend, sizes=[4096, 4 << 20], repeats=1)
     backend.close()
 
 
