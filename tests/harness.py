@@ -146,7 +146,7 @@ class DeviceDelays(Delays):
             super().__call__(point)
 
 
-ALL_POINTS = ("copy:upload", "copy:reload", "copy:download", "update", "fold")
+ALL_POINTS = ("forward", "copy:upload", "copy:reload", "copy:download", "update", "fold")
 
 
 @contextmanager
@@ -217,6 +217,10 @@ def train(
     with small_units(unit_bytes):
         engine = mf.ferry(model, opt, config=config, plan=plan)
     rt.backend.disturb = disturb
+    if disturb is not None:
+        for module in model.modules():  # the launching thread itself may be slow anywhere in a forward
+            if not list(module.children()):
+                module.register_forward_pre_hook(lambda *_: disturb("forward"))
     if disturb is not None and isinstance(engine._jobs, NativeJobs):
         engine._jobs.worker.delay(0.003, 7)  # the native worker has no hand-over points of its own in Python
     losses = []

@@ -53,10 +53,10 @@ def test_random_models_and_plans(
     seed: int, plan_seed: int, precision: str, unit_bytes: int, checkpoint: str | None
 ) -> None:
     config = mf.Config(precision=precision)
-    want = reference(seed, config, checkpoint=checkpoint)
+    want = reference(seed, config, checkpoint=checkpoint, steps=10)
     model = make_model(seed, checkpoint=checkpoint)
     with poisoned():
-        got = train(model, random_plan(model, plan_seed), config=config, unit_bytes=unit_bytes)
+        got = train(model, random_plan(model, plan_seed), config=config, unit_bytes=unit_bytes, steps=10)
     assert_same(want, got)
 
 

@@ -300,7 +300,10 @@ class CudaBackend(Backend):
 
     def alloc_device(self, nbytes: int) -> torch.Tensor:
         try:
-            return torch.empty(align(nbytes), dtype=torch.uint8, device=self.device)
+            memory = torch.empty(align(nbytes), dtype=torch.uint8, device=self.device)
+            # The allocator may hand out a block that queued kernels still use; copies on other streams come next.
+            torch.cuda.current_stream(self.device).synchronize()
+            return memory
         except torch.OutOfMemoryError as e:
             stats = self.memory_stats()
             raise DeviceOutOfMemory(
