@@ -194,7 +194,7 @@ def test_device_memory_is_counted_and_limited(backend: AscendBackend) -> None:
     assert after.limit == 8 << 30
     assert after.peak >= after.allocated
     assert backend.allocated_bytes() == after.allocated
-    with pytest.raises(DeviceOutOfMemory, match=r"asked for 16\.0 GiB"):
+    with pytest.raises(DeviceOutOfMemory, match=r"asked for 16\.00 GiB"):
         backend.alloc_device(16 << 30)
     del buffer
     backend.reset_peak()
