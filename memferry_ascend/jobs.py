@@ -408,6 +408,7 @@ class NativeJobs(Jobs):
     def close(self) -> None:
         self.worker.close()
         if self._flags is not None:
+            self._backend.synchronize()  # streams still write the words
             self._backend.free_host(self._flags)
             self._flags = None
 

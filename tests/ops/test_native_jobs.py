@@ -131,6 +131,9 @@ def machine(library: str) -> Iterator[Machine]:
     m = Machine(library)
     yield m
     m.lib.fake_fail_copies(None)
+    m.jobs.worker.close()
+    for stream in (m.compute, m.upload, m.download):
+        m.lib.fake_synchronize(stream.handle)  # they still write to what is freed next
     m.jobs.close()
 
 
