@@ -47,7 +47,9 @@ IGNORED = ("tokens_per_s", "device_bytes", "host_bytes")
 
 def arguments(folder: Path, out: Path, optimizer_steps: int = STEPS) -> list[str]:
     words = f"train --model gpt-campaign --steps {optimizer_steps} --batch 2 --eval-every 4 --eval-batches 1"
-    words += f" --backend cpu --precision bf16 --save-every {EVERY} --keep 2 --threads 1 --json"
+    words += (
+        f" --backend cpu --planner rules --precision bf16 --save-every {EVERY} --keep 2 --threads 1 --json"
+    )
     return [*words.split(), "--text", str(folder / "text"), "--out", str(out)]
 
 
@@ -245,7 +247,9 @@ def campaign(runs: int, seed: int, folder: Path, most_seconds: float = float("in
             if ended == "done":
                 break
         if recorded(out) != want:
-            problems.append(f"run {number}: metrics differ from the uninterrupted run's")
+            got = recorded(out)
+            first = next(((a, b) for a, b in zip(want, got, strict=False) if a != b), (len(want), len(got)))
+            problems.append(f"run {number}: metrics differ from the uninterrupted run's: {first}")
         elif not equal(checkpoints.load(checkpoints.find(out))[0], final):
             problems.append(f"run {number}: the last checkpoint differs from the uninterrupted run's")
         else:

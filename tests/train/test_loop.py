@@ -14,7 +14,7 @@ from memferry_ascend import cli
 from memferry_ascend.train import checkpoints, command, engines, loop, metrics, options
 
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 200
-COMMON = ["--backend", "cpu", "--precision", "fp32", "--context", "16", "--batch", "4"]
+COMMON = ["--backend", "cpu", "--planner", "rules", "--precision", "fp32", "--context", "16", "--batch", "4"]
 COMMON += ["--eval-every", "4", "--eval-batches", "2", "--json"]
 
 
