@@ -37,6 +37,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {k: v for k, v in found.items() if "/model/" in k}
 
 
+@pytest.mark.slow  # minutes each on two busy cores
 def test_train_ends_with_the_cpus_parameters(tmp_path: Path) -> None:
     """The same command on both backends: equal up to the order of sums in attention's backward and the norm."""
     assert cli.main(["train", *RUN, "--backend", "cpu", "--out", str(tmp_path / "cpu")]) == 0
@@ -85,6 +86,7 @@ engine.close()
 """
 
 
+@pytest.mark.slow  # minutes each on two busy cores
 def test_the_readme_example_with_eight_devices(tmp_path: Path) -> None:
     environ = {"MEMFERRY_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
     said = emulator.run(["-c", README], devices=8, hbm=1 << 30, environ=environ).stdout
