@@ -23,7 +23,7 @@ def words(folder: Path, out: str, *more: str) -> list[str]:
     text = folder / "text"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 200)
     common = f"train --text {text} --model gpt-tiny --context 16 --batch 12 --accumulate 2 "
-        "--backend cpu --planner rules --clip 1"
+    common += "--backend cpu --planner rules --clip 1"
     return [*common.split(), "--eval-every", "4", "--eval-batches", "2", "--out", str(folder / out), *more]
 
 
