@@ -25,18 +25,13 @@ from memferry_ascend.backends.base import Backend, Compute, Event, HostSlab, Str
 from memferry_ascend.errors import FerryError
 from memferry_ascend.hostupdate import Hypers, NativeUpdate, UnitUpdate
 from memferry_ascend.layers import Param
-from memferry_ascend.worker import Priority, Worker
+from memferry_ascend.worker import FAILED, Priority, Worker
 
 if TYPE_CHECKING:
     from memferry_ascend.recorder import Recorder
 
 Fold = tuple[torch.Tensor, torch.Tensor, bool]
 """fp32 sum, gradient, and whether the gradient is the first of the sum; flat host tensors."""
-
-FAILED = (
-    "Parameters updated before it hold the new values, the others the old ones; go back to the last checkpoint, then "
-    "close and ferry the model again"
-)
 
 
 @dataclass(eq=False)

@@ -10,6 +10,12 @@ from collections.abc import Callable
 from memferry_ascend.backends.base import Backend
 from memferry_ascend.errors import FerryError, PeerError
 
+FAILED = (
+    "Parameters updated before it hold the new values, the others the old ones; go back to the last checkpoint, then "
+    "close and ferry the model again"
+)
+"""What a user can do after a failed update."""
+
 
 class Priority:
     """Lower runs first. Updates use their unit's position in the forward pass, 0 and up."""
@@ -117,10 +123,7 @@ class Worker:
         if isinstance(self.error, PeerError):
             raise self.error
         if self.error is not None:
-            raise FerryError(
-                f"a host update failed: {self.error}. Parameters updated before it hold the new values, the others "
-                "the old ones; go back to the last checkpoint, then close and ferry the model again"
-            ) from self.error
+            raise FerryError(f"a host update failed: {self.error}. {FAILED}") from self.error
 
     def close(self) -> None:
         """Finish queued jobs (or drop them after a failure) and join the thread. Never raises a job's exception."""
