@@ -117,6 +117,7 @@ def count_events(words: list[str]) -> int:
     pid = os.fork()
     if pid == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        torch.set_num_threads(1)
         killer = _kill_in_saving(0)
         cli.main(words)
         os.write(writer, str(-killer.left).encode())
