@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from memferry_ascend import __version__, files, sizes
+from memferry_ascend import __version__, files, numa, sizes
 from memferry_ascend.errors import FerryError
 
 _UNLIMITED = 2**60  # cgroup v1 writes a number near 2^63 for "no limit"
@@ -70,6 +70,7 @@ def examine() -> dict[str, Any]:
         "ascend": ascend,
         "host_arithmetic": _host_arithmetic(),
         "threads_in_affinity": len(os.sched_getaffinity(0)),
+        "numa_nodes": len(numa.nodes()),
         "matplotlib": "installed"
         if _installed("matplotlib")
         else "missing: no plots (pip install matplotlib)",

@@ -84,7 +84,7 @@ class Engine:
         self.config = config
         self.runtime = runtime
         self._backend = backend = runtime.backend
-        hostmath.set_threads(host_threads(runtime.local_world, config.threads))
+        hostmath.set_threads(host_threads(runtime.local_world, config.threads), backend.node)
         layers = collect(model, config.precision, config.keep_fp32)
         self._params = [p for layer in layers for p in layer.params]
         self._dtypes = {p.index: p.param.dtype for p in self._params}

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memferry_ascend import _hostmath_torch
+from memferry_ascend import _hostmath_torch, numa
 
 _ops: ModuleType | None = None
 if os.environ.get("MEMFERRY_NO_NATIVE", "0") in ("", "0"):
@@ -52,17 +52,20 @@ def simd_level() -> str:
     return "torch" if _ops is None else _ops.simd_level()
 
 
-def set_threads(n: int) -> None:
+def set_threads(n: int, node: int | None = None) -> None:
     """Let `n` threads take part in a call, the calling thread included.
 
-    They run wherever the process may (its affinity). The fallback runs on torch's intra-op threads instead
-    and leaves the user's torch.set_num_threads() alone, so there this only checks `n`. Raises ValueError
-    when n < 1.
+    They run wherever the process may (its affinity), or on that part of it that is on NUMA node `node`. The fallback
+    runs on torch's intra-op threads instead and leaves the user's torch.set_num_threads() alone, so there this only
+    checks `n`. Raises ValueError when n < 1.
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"expected at least 1 thread (the calling one), found {n!r}: pass a positive int")
     if _ops is not None:
         _ops.set_threads(n)
+        if node is not None:
+            with numa.near(node):
+                _ops.start_threads()  # now: they inherit this thread's affinity
 
 
 def threads() -> int:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from memferry_ascend import hostmath
+from memferry_ascend import hostmath, numa
 from memferry_ascend.backends.base import Backend, Compute, Event, HostSlab, Stream
 from memferry_ascend.errors import FerryError
 from memferry_ascend.hostupdate import Hypers, NativeUpdate, UnitUpdate
@@ -160,7 +160,8 @@ class PythonJobs(Jobs):
     """On one Python thread."""
 
     def __init__(self, backend: Backend, units: int, recorder: Recorder) -> None:
-        self.worker = Worker(backend)
+        with numa.near(backend.node):
+            self.worker = Worker(backend)
         self._backend = backend
         self._recorder = recorder
         self._folds = [0] * units
@@ -285,7 +286,8 @@ class NativeJobs(Jobs):
         assert _PIECE.itemsize == _ops.PIECE_BYTES
         self._ops = _ops
         self.units = units
-        self.worker = _ops.Worker(driver, 2 * units + 1)
+        with numa.near(backend.node):
+            self.worker = _ops.Worker(driver, 2 * units + 1)
         self._backend = backend
         self._tickets = [0] * units
         self.observe: Callable[[Upload], tuple[int, int]] | None = None

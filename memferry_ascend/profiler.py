@@ -79,7 +79,7 @@ def profile(
     config = config or Config()
     layers = collect(model, config.precision, config.keep_fp32)
     arming.assign_groups([p for layer in layers for p in layer.params], optimizer)
-    hostmath.set_threads(host_threads(runtime.local_world, config.threads))
+    hostmath.set_threads(host_threads(runtime.local_world, config.threads), runtime.backend.node)
     return measure(model, layers, optimizer, runtime, config, sample_batch, refresh=refresh)
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from memferry_ascend import numa
 from memferry_ascend.backends.base import Backend
+from memferry_ascend.config import host_threads
 from memferry_ascend.errors import ConfigError, FerryError, unknown
 from memferry_ascend.parallel import COLLECTIVES, Ranks, connect
 
@@ -99,6 +101,8 @@ def init(topology: str = "auto", backend: str | None = None) -> Runtime:
     made = make_backend(
         backend or _choose(), local_rank % torch.accelerator.device_count() if shares_device else local_rank
     )
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    made.node = numa.choose(made.pci_address(), host_threads(local_world))
     ranks = connect(made.device)
     runtime = Runtime(
         backend=made,
@@ -107,7 +111,7 @@ def init(topology: str = "auto", backend: str | None = None) -> Runtime:
         rank=ranks.rank if ranks is not None else 0,
         world=ranks.size if ranks is not None else 1,
         local_rank=local_rank,
-        local_world=int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (ranks.local if ranks is not None else 1),
+        local_world=local_world or (ranks.local if ranks is not None else 1),
         ranks=ranks,
     )
     _current, _arguments = runtime, (topology, backend)

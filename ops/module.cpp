@@ -50,6 +50,7 @@ void bind_hostmath(py::module_& m) {
     });
     m.def("set_threads", [](int threads) { unlocked([&] { Pool::instance().set_threads(threads); }); });
     m.def("threads", [] { return Pool::instance().threads(); });
+    m.def("start_threads", [] { unlocked([] { Pool::instance().start(); }); });
     m.def("shutdown", [] { unlocked([] { Pool::instance().shutdown(); }); });
     Pool::instance();  // created once, here, before any thread can ask for it
 }

@@ -120,8 +120,13 @@ void Pool::stop_workers() {
 
 void Pool::set_threads(int threads) {
     std::lock_guard<std::mutex> call(call_);
-    if (static_cast<int>(workers_.size()) > threads - 1) stop_workers();
+    stop_workers();  // all of them: they may have been started for other cores
     threads_.store(threads, std::memory_order_relaxed);
+}
+
+void Pool::start() {
+    std::lock_guard<std::mutex> call(call_);
+    start_workers(threads() - 1);
 }
 
 void Pool::shutdown() {

@@ -22,8 +22,10 @@ public:
     using Body = void (*)(void* context, int64_t task);
     void run(Body body, void* context, int64_t tasks);
 
-    // Threads that take part in a call, the calling one included. Started at the next call that needs them.
+    // Threads that take part in a call, the calling one included. Started at the next call that needs them, or by start():
+    // they may run on the cores of the thread that starts them.
     void set_threads(int threads);
+    void start();
     int threads() const { return threads_.load(std::memory_order_relaxed); }
 
     // Joins the threads; a later run starts them again.

@@ -187,6 +187,8 @@ class Backend(ABC):
     device: torch.device
     compute: Compute
     disturb: Disturb | None = None
+    node: int | None = None
+    """The NUMA node that host memory and host threads go to (`numa.choose`); None: wherever they come."""
     device_waits: bool = False
     """Streams can wait for a word of mapped host memory (`wait_word`)."""
 
@@ -231,6 +233,10 @@ class Backend(ABC):
     def locked_memory_limit(self) -> int | None:
         """Bytes of host memory that this process may still register with the device; None where RLIMIT_MEMLOCK does not
         bind it (memory that is never registered, or registered by a driver that does not ask for the limit)."""
+        return None
+
+    def pci_address(self) -> str | None:
+        """Where the device sits ("0000:3b:00.0"), for its NUMA node; None where the family does not say."""
         return None
 
     # -- queues ----------------------------------------------------------------------------------------------------

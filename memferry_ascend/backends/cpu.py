@@ -185,7 +185,7 @@ class CpuBackend(Backend):
         self._peak = 0
 
     def alloc_host(self, nbytes: int, *, mapped: bool, shared: str | None = None) -> HostSlab:
-        pages = Pages(align(nbytes, 4096), shared)
+        pages = Pages(align(nbytes, 4096), shared, self.node)
         # The device face is a second tensor over the same bytes: same memory, another object.
         device = pages.tensor.view(-1) if mapped else None
         return HostSlab(nbytes, pages.tensor[:nbytes], device[:nbytes] if device is not None else None, pages)

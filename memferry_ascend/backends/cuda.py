@@ -242,9 +242,15 @@ class CudaBackend(Backend):
     def driver(self) -> Any:
         return self._driver
 
+    def pci_address(self) -> str | None:
+        found: Any = torch.cuda.get_device_properties(self.device)
+        if not hasattr(found, "pci_domain_id"):
+            return None
+        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
     # -- memory ----------------------------------------------------------------------------------------------------
     def alloc_host(self, nbytes: int, *, mapped: bool, shared: str | None = None) -> HostSlab:
-        pages = Pages(align(nbytes, 4096), shared)
+        pages = Pages(align(nbytes, 4096), shared, self.node)
         if not mapped:
             return HostSlab(nbytes, pages.tensor[:nbytes], None, pages)
         address = pages.tensor.data_ptr()

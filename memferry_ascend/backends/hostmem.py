@@ -8,6 +8,7 @@ import os
 
 import torch
 
+from memferry_ascend import numa
 from memferry_ascend.errors import FerryError
 
 _HUGE = 2 << 20
@@ -26,12 +27,12 @@ def forget(shared: str) -> None:
 
 class Pages:
     """Zeroed pages, private to this process or, with `shared`, one memory for all processes that give this name.
-    Huge pages are asked for when large.
+    Huge pages are asked for when large. `node`: the NUMA node that private pages come from while it has room.
 
     `tensor` is a one-dimensional uint8 CPU tensor over them; `close` unmaps them, after which it must not be used.
     """
 
-    def __init__(self, nbytes: int, shared: str | None = None) -> None:
+    def __init__(self, nbytes: int, shared: str | None = None, node: int | None = None) -> None:
         if nbytes <= 0:
             raise FerryError(f"host memory: expected a positive number of bytes, got {nbytes}")
         self.nbytes = nbytes
@@ -57,6 +58,8 @@ class Pages:
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         skip = -whole.data_ptr() % _HUGE if spare else 0
         self.tensor = whole[skip : skip + nbytes]
+        if node is not None and shared is None:
+            numa.prefer(self.tensor, node)
 
     def close(self) -> None:
         """Give the memory back now. The address range itself goes with the last tensor over it, so a tensor that
