@@ -17,6 +17,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,7 @@ import torch
 
 from memferry_ascend import sizes
 from memferry_ascend.backends import ascend_probe
-from memferry_ascend.backends.acl import Acl, Block
+from memferry_ascend.backends.acl import Acl, Block, describe
 from memferry_ascend.backends.base import (
     Backend,
     Capabilities,
@@ -89,26 +90,56 @@ def import_npu() -> Any:
     return npu
 
 
+_CODE = re.compile(r"(?<!\d)(?:107|207|507)\d{3}(?!\d)")
+_ADVICE = ("Since the operator is called", "Note: ASCEND_LAUNCH_BLOCKING")
+
+
 def _fails(what: str, error: RuntimeError) -> FerryError:
-    """A torch_npu error in one sentence; it prints the C++ stack and CANN's log behind its first lines."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return FerryError(f"{what} failed: {' '.join(lines[:3])[:400]}")
+    """A torch_npu error in one sentence; it prints advice, the C++ stack and CANN's log behind its first lines. CANN's code
+    is named wherever it stands."""
+    text = str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = " ".join([line for line in lines if not line.startswith(_ADVICE)][:2])[:300]
+    code = _CODE.search(text)
+    if code is not None and code[0] not in said:
+        said += f" [{describe(int(code[0]))}]"
+    return FerryError(f"{what} failed: {said}")
+
+
+class _naming:
+    """What torch_npu raises in the block becomes a FerryError about `what`. The task queue raises a failed task's error in
+    whichever call comes next, on any thread: every call that touches a queue is inside such a block, and one fault has
+    one face."""
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, (FerryError, torch.OutOfMemoryError)):
+            raise _fails(self._what, error) from error
 
 
 class AscendEvent(Event):
     """torch_npu's event. It has a runtime handle only once it was recorded."""
 
     def __init__(self, timing: bool, native: bool) -> None:
-        self.event = torch.npu.Event(enable_timing=timing)
+        with _naming("making an event on the NPU"):
+            self.event = torch.npu.Event(enable_timing=timing)
+            if native:
+                self.event.record()
+                self.handle = int(self.event.npu_event)
         self._on: Any = None
-        if native:
-            self.event.record()
-            self.handle = int(self.event.npu_event)
 
     def record(self, stream: Any) -> None:
         """Record on a torch_npu stream."""
         self._on = stream
-        self.event.record(stream)
+        with _naming("recording an event on the NPU"):
+            self.event.record(stream)
 
     def _flush(self) -> None:
         """Have the task queue hand over the latest recording: the runtime would answer for the one before. Asking for the
@@ -117,34 +148,35 @@ class AscendEvent(Event):
             _ = self._on.npu_stream
 
     def synchronize(self) -> None:
-        self._flush()
-        try:
+        with _naming("work before an event on the NPU"):
+            self._flush()
             self.event.synchronize()
-        except RuntimeError as error:
-            raise _fails("work before an event on the NPU", error) from error
 
     def query(self) -> bool:
-        self._flush()
-        return bool(self.event.query())
+        with _naming("work before an event on the NPU"):
+            self._flush()
+            return bool(self.event.query())
 
     def elapsed(self, later: Event) -> float:
         assert isinstance(later, AscendEvent)
-        return float(self.event.elapsed_time(later.event)) / 1e3
+        with _naming("work between two events on the NPU"):
+            return float(self.event.elapsed_time(later.event)) / 1e3
 
 
 class AscendStream(Stream):
     def __init__(self, backend: AscendBackend, name: str) -> None:
         self.name = name
         self._backend = backend
-        self.stream = torch.npu.Stream(device=backend.device)
-        self.handle = int(self.stream.npu_stream)
+        with _naming(f"making stream {name!r}"):
+            self.stream = torch.npu.Stream(device=backend.device)
+            self.handle = int(self.stream.npu_stream)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         self.copy_many(((dst, src),))
 
     def copy_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._backend._at(f"copy:{self.name}")
-        with torch.npu.stream(self.stream), torch.no_grad():
+        with _naming(f"a copy on stream {self.name!r}"), torch.npu.stream(self.stream), torch.no_grad():
             for dst, src in pairs:
                 if dst.nbytes != src.nbytes or not (dst.is_contiguous() and src.is_contiguous()):
                     raise FerryError(
@@ -152,12 +184,7 @@ class AscendStream(Stream):
                     )
                 self._backend.check_operand(dst)
                 self._backend.check_operand(src)
-                try:
-                    dst.copy_(src, non_blocking=True)
-                except RuntimeError as error:
-                    raise _fails(
-                        f"a copy of {sizes.fmt(dst.nbytes)} on stream {self.name!r}", error
-                    ) from error
+                dst.copy_(src, non_blocking=True)
 
     def record(self, event: Event) -> None:
         assert isinstance(event, AscendEvent)
@@ -165,13 +192,12 @@ class AscendStream(Stream):
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, AscendEvent)
-        self.stream.wait_event(event.event)
+        with _naming(f"work before a wait on stream {self.name!r}"):
+            self.stream.wait_event(event.event)
 
     def synchronize(self) -> None:
-        try:
+        with _naming(f"stream {self.name!r}"):
             self.stream.synchronize()
-        except RuntimeError as error:
-            raise _fails(f"stream {self.name!r}", error) from error
 
 
 class AscendCompute(Compute):
@@ -186,13 +212,12 @@ class AscendCompute(Compute):
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, AscendEvent)
-        torch.npu.current_stream(self._device).wait_event(event.event)
+        with _naming("work before a wait on the compute stream"):
+            torch.npu.current_stream(self._device).wait_event(event.event)
 
     def synchronize(self) -> None:
-        try:
+        with _naming("the compute stream"):
             torch.npu.current_stream(self._device).synchronize()
-        except RuntimeError as error:
-            raise _fails("the compute stream", error) from error
 
 
 class _Ranges:
@@ -231,10 +256,8 @@ class AscendBackend(Backend):
     def __init__(self, index: int = 0) -> None:
         super().__init__()
         self._torch_npu = import_npu()
-        try:
+        with _naming("backend 'ascend': asking CANN for its devices"):
             count = torch.npu.device_count()
-        except RuntimeError as error:
-            raise _fails("backend 'ascend': asking CANN for its devices", error) from error
         if count == 0:
             raise FerryError("backend 'ascend': CANN finds no NPU; check the driver with `npu-smi info`")
         if index >= count:
@@ -242,11 +265,9 @@ class AscendBackend(Backend):
                 f"backend 'ascend': rank wants device {index}, the machine has {count}; start fewer processes per node"
             )
         self.device = torch.device("npu", index)
-        try:
+        with _naming(f"backend 'ascend': starting device {index}"):
             torch.npu.set_device(self.device)
             torch.zeros(1, device=self.device)
-        except RuntimeError as error:
-            raise _fails(f"backend 'ascend': starting device {index}", error) from error
         # A private layout (NZ) would make parameters that the arena's bytes are not.
         torch.npu.config.allow_internal_format = False
         self.acl = Acl(index)
@@ -349,7 +370,8 @@ class AscendBackend(Backend):
 
     def alloc_device(self, nbytes: int) -> torch.Tensor:
         try:
-            made = torch.empty(align(nbytes), dtype=torch.uint8, device=self.device)
+            with _naming("device memory: an allocation"):
+                made = torch.empty(align(nbytes), dtype=torch.uint8, device=self.device)
             # The allocator reuses blocks in the compute stream's order; copies on other streams do not follow it.
             self.compute.synchronize()
             return made
@@ -361,7 +383,8 @@ class AscendBackend(Backend):
             ) from e
 
     def memory_stats(self) -> MemoryStats:
-        free, total = torch.npu.mem_get_info(self.device)
+        with _naming("device memory: asking how much there is"):
+            free, total = torch.npu.mem_get_info(self.device)
         allocated = torch.npu.memory_allocated(self.device)
         return MemoryStats(
             allocated,
@@ -384,15 +407,14 @@ class AscendBackend(Backend):
         return AscendEvent(timing, native=self._driver is not None)
 
     def bind_thread(self, *, own_stream: bool = False) -> None:
-        torch.npu.set_device(self.device)
-        if own_stream:
-            torch.npu.set_stream(torch.npu.Stream(self.device))
+        with _naming(f"starting a thread on {self.device}"):
+            torch.npu.set_device(self.device)
+            if own_stream:
+                torch.npu.set_stream(torch.npu.Stream(self.device))
 
     def synchronize(self) -> None:
-        try:
+        with _naming(f"device {self.device}"):
             torch.npu.synchronize(self.device)
-        except RuntimeError as error:
-            raise _fails(f"device {self.device}", error) from error
 
     # -- what it can do --------------------------------------------------------------------------------------------
     def enable_peers(self) -> list[int]:
