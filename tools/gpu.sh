@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build, test and measure on a bare machine (no network). usage: tools/gpu.sh build | tests [pytest args] | bench [args] | layers [args]
+# Build, test and measure on a bare machine (no network). usage: tools/gpu.sh build | tests [pytest args] | memcheck [pytest args] | bench [args] | layers [args] | budget [args] | size [args] | prediction [args]
 #
 # Missing Python packages come as wheels in ./.whl (docs/benchmarks/README.md says which). Results go to ${OUT:-out}.
 # It works without a GPU too: the CPU backend then does the work, at sizes that suit it (--model tiny).
@@ -37,6 +37,15 @@ case $what in
     build) build ;;
     tests) build && "$PYTHON" -m pytest tests/cuda "$@" 2>&1 | tee "$OUT/tests.log" ;;
     bench) build && "$PYTHON" -m memferry_ascend bench --out "$OUT" "$@" 2>&1 | tee -a "$OUT/bench.log" ;;
+    memcheck)
+        # The suite's core under the memory checker; torch's caching allocator would hide what leaves a tensor.
+        build
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 --log-file "$OUT/memcheck.txt" \
+            "$PYTHON" -m pytest -x tests/cuda/test_equality_cuda.py "$@" 2>&1 | tee "$OUT/memcheck.log"
+        ;;
     layers) build && "$PYTHON" -m memferry_ascend.bench.layers --json "$OUT/layers-h200.json" "$@" 2>&1 | tee "$OUT/layers.log" ;;
+    budget) build && "$PYTHON" -m memferry_ascend.bench.budget --json "$OUT/budget.json" "$@" 2>&1 | tee "$OUT/budget.log" ;;
+    size) build && "$PYTHON" -m memferry_ascend.bench.size --json "$OUT/size.json" "$@" 2>&1 | tee "$OUT/size.log" ;;
+    prediction) build && "$PYTHON" -m memferry_ascend.bench.prediction --out "$OUT" "$@" 2>&1 | tee "$OUT/prediction.log" ;;
     *) sed -n 2p "$0" | cut -c3- >&2 && exit 2 ;;
 esac

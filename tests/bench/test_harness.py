@@ -198,7 +198,7 @@ def test_the_curve_compares_with_plain_at_every_size(tmp_path: Path, monkeypatch
     ) -> list[dict[str, Any]]:
         return [measure.row(name, system, s, timing) for s in setups]
 
-    monkeypatch.setattr(command, "_spawn", here)
+    monkeypatch.setattr(command, "spawn", here)
     monkeypatch.setattr(command, "CURVE_TOKENS", (16, 32))
     common = f"--model tiny --backend cpu --threads 1 --warmup 1 --iterations 2 --curve --no-figures --out {tmp_path}"
     for words in (f"{common} --system plain", f"{common} --system memferry-backward --merge"):
@@ -218,7 +218,7 @@ def test_the_curve_compares_with_plain_at_every_size(tmp_path: Path, monkeypatch
 
 def test_a_process_that_ends_early_leaves_a_row_for_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command.sys, "executable", "/bin/false")
-    rows = command._spawn("tiny", "plain", [setup(), setup(clip=1.0)], SHORT, 60)
+    rows = command.spawn("tiny", "plain", [setup(), setup(clip=1.0)], SHORT, 60)
     assert [r["status"] for r in rows] == ["failed", "failed"] and "exit code 1" in rows[0]["reason"]
 
 
@@ -228,7 +228,7 @@ def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path
     hang.chmod(0o755)
     monkeypatch.setattr(command.sys, "executable", str(hang))
     begin = time.monotonic()
-    rows = command._spawn("tiny", "plain", [setup()], SHORT, 0.2)
+    rows = command.spawn("tiny", "plain", [setup()], SHORT, 0.2)
     assert rows[0]["status"] == "timeout" and time.monotonic() - begin < 30
 
 

@@ -128,7 +128,7 @@ def _model(name: str, backend: str, timing: Timing, a: argparse.Namespace) -> di
     if not a.no_bound:
         shapes = list(dict.fromkeys((s.batch, s.accumulate) for s in setups))
         plain = [_setup(name, backend, a, b, accumulate=k) for b, k in shapes]
-        for found in _spawn(name, "bound", plain, timing, a.timeout):
+        for found in spawn(name, "bound", plain, timing, a.timeout):
             if found.get("bound_ms") is None:
                 found["reason"] = found.get("reason", "no bound")
             document["bounds"] = [x for x in document["bounds"] if _shape(x) != _shape(found)] + [found]
@@ -192,7 +192,7 @@ def _rows(
     ours = system in OURS  # the others keep process-wide state
     jobs = [list(setups)] if ours else [[s] for s in setups]
     for job in jobs:
-        for record in _spawn(name, system, job, timing, timeout * (1 if not ours else max(1, len(job) / 2))):
+        for record in spawn(name, system, job, timing, timeout * (1 if not ours else max(1, len(job) / 2))):
             bound: dict[str, Any] = next((b for b in document["bounds"] if _shape(b) == _shape(record)), {})
             record["bound_ms"] = bound.get("bound_ms")
             if record["bound_ms"] and record["iter_ms"]:
@@ -204,7 +204,7 @@ def _rows(
             _say(_line(record))
 
 
-def _spawn(
+def spawn(
     name: str, system: str, setups: list[Setup], timing: Timing, timeout: float
 ) -> list[dict[str, Any]]:
     """Run a worker process; one result for each setup, also for those it did not live to see."""

@@ -91,6 +91,7 @@ def _short(error: Exception, most: int = 300) -> str:
 def _train(name: str, system_name: str, setup: Setup, timing: Timing) -> dict[str, Any]:
     torch.manual_seed(timing.seed)
     torch.backends.cuda.matmul.allow_tf32 = True
+    limit_device(setup.device_cap)
     free_before, begin = available(), time.perf_counter()
     model = models.build(name, timing.seed)
     parameters = sum(p.numel() for p in model.parameters())
@@ -117,7 +118,9 @@ def _train(name: str, system_name: str, setup: Setup, timing: Timing) -> dict[st
         periods = clock.periods()[-(steps - timing.warmup) :]
         curve = [float(x) for x in losses]
         iter_ms = statistics.median(periods) * 1e3
-        exact = system.host_bytes()
+        exact, own_peak = system.host_bytes(), system.peak_bytes()
+        peak = clock.peak() if on_device else own_peak
+        with_start = clock.peak_with_start() if on_device else own_peak
         rss, taken = resident(), max(0, free_before - available())
         result: dict[str, Any] = {
             "parameters": parameters,
@@ -125,9 +128,10 @@ def _train(name: str, system_name: str, setup: Setup, timing: Timing) -> dict[st
             "iters_ms": [p * 1e3 for p in periods],
             "mean_ms": total / (steps - timing.warmup) * 1e3,
             "tokens_per_s": setup.batch * setup.seq * setup.accumulate / iter_ms * 1e3,
-            "peak_device_gib": clock.peak() / GIB if on_device else None,
-            "peak_device_gib_with_start": clock.peak_with_start() / GIB if on_device else None,
+            "peak_device_gib": None if peak is None else peak / GIB,
+            "peak_device_gib_with_start": None if with_start is None else with_start / GIB,
             "host_gib": (exact if exact is not None else max(rss, taken)) / GIB,
+            "device_rows": system.device_rows(),
             "host_how": "arena" if exact is not None else "resident set or what the system lost, the larger",
             "host_resident_gib": rss / GIB,
             "host_system_gib": taken / GIB,
@@ -144,6 +148,13 @@ def _train(name: str, system_name: str, setup: Setup, timing: Timing) -> dict[st
         raise
     system.close()
     return result
+
+
+def limit_device(cap: int | None) -> None:
+    """Let torch's allocator take `cap` bytes at most; None takes an earlier cap away."""
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(1.0 if cap is None else min(1.0, cap / total))
 
 
 class Clock:

@@ -7,6 +7,7 @@ matrices normal(0, 0.02), norms one, biases zero, each parameter from its own se
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -79,6 +80,20 @@ def _transformers() -> Any:
     return transformers
 
 
+_SIZED = re.compile(r"gpt2-h(\d+)-l(\d+)")
+
+
+def _sized(hidden: int, layers: int) -> Model:
+    """A GPT-2 of any size, with its activations recomputed in the backward, and the batch of the size comparison."""
+
+    def make() -> nn.Module:
+        model = _gpt2(n_embd=hidden, n_layer=layers, n_head=max(1, hidden // 64))()
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        return model
+
+    return Model(make, 1, 1024)
+
+
 _LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 MODELS = {
     "tiny": Model(_txl(96, 32, 2, heads=2, memory=8), 2, 8),
@@ -108,7 +123,11 @@ class _NoInit(TorchFunctionMode):
 
 
 def find(name: str) -> Model:
-    """Raises ConfigError for an unknown name."""
+    """The model of that name; "gpt2-h2560-l32" is a GPT-2 of 32 layers of width 2560. Raises ConfigError for an unknown
+    name."""
+    sized = _SIZED.fullmatch(name)
+    if sized is not None:
+        return _sized(int(sized[1]), int(sized[2]))
     if name not in MODELS:
         raise unknown("model", name, MODELS)
     return MODELS[name]

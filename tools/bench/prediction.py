@@ -4,7 +4,7 @@
     paper      the paper's algorithms on the measured profile
     search     what `Config(planner="search")` runs
 
-Run as `python tools/bench/prediction.py --model gpt-350m [--json FILE] [--plot FILE]`. The model is measured once, each
+Run as `python -m memferry_ascend.bench.prediction --model bert-base gpt2-xl --out FOLDER`. A model is measured once, each
 plan is armed, warmed up and timed in turn, twice over, so that what else the machine does is spread over all of them;
 medians of single steps are reported, and whether the plans rank as predicted (plans that were measured within the
 larger of 2 % and their own spread of one another count as equal).
@@ -13,11 +13,12 @@ larger of 2 % and their own spread of one another count as equal).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
-import json
 import platform
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torch import nn
 
 import memferry_ascend as mf
 from memferry_ascend import commands, planning, profile_plan, profiler, runtime
+from memferry_ascend.files import write_json
 from memferry_ascend.layers import collect
 from memferry_ascend.planner import Mode, Plan, Profile
 from memferry_ascend.trial import call, loss_of, to_device
@@ -145,38 +147,34 @@ def draw(path: Path, title: str, outcomes: dict[str, Outcome]) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--model", default="gpt-1m", help="preset of memferry train")
-    which.add_argument("--factory", help="MODULE:FUNCTION that returns (model, sample_batch)")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--context", type=int)
-    parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--update", default="step")
-    parser.add_argument("--device-memory")
-    parser.add_argument("--backend")
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
-    arguments = parser.parse_args()
+def model_and_batch(name: str, arguments: argparse.Namespace) -> tuple[nn.Module, Any]:
+    """A model of the harness (docs/benchmarks/README.md) or a preset of `memferry train`, and a batch for it."""
+    from memferry_ascend.bench import models
 
+    if name in models.MODELS:
+        model, shape = models.build(name), models.find(name)
+        size, seq = arguments.batch or shape.batch, arguments.context or shape.seq
+        return model, models.batches(model, 1, size, seq, torch.device("cpu"))[0]
+    preset = argparse.Namespace(
+        factory=None, model=name, batch=arguments.batch or 4, context=arguments.context
+    )
+    return commands._model_and_batch(preset)
+
+
+def predict(name: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Outcome]]:
+    """Profile one model, run its three plans and compare."""
     rt = mf.init(backend=arguments.backend)
     config = mf.Config(
         precision=arguments.precision, update=arguments.update, device_memory=arguments.device_memory
     )
     running = mf.Config(precision=arguments.precision, update=arguments.update)
-    model, batch = commands._model_and_batch(arguments)
+    model, batch = model_and_batch(name, arguments)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     began = time.perf_counter()
     measured = profiler.profile(model, optimizer, batch, rt, config, refresh=True)
     took = time.perf_counter() - began
     names = [layer.name for layer in collect(model, config.precision, config.keep_fp32)]
-    outcomes = {name: Outcome(plan) for name, plan in plans_of(measured.profile, names, config, rt).items()}
+    outcomes = {plan: Outcome(x) for plan, x in plans_of(measured.profile, names, config, rt).items()}
     for _ in range(arguments.rounds):
         for outcome in outcomes.values():
             times, outcome.recorded = measure(
@@ -184,21 +182,18 @@ def main() -> None:
             )
             outcome.steps += times
     right, wrong = ranked(outcomes)
-    print(
-        f"profiled in {took:.1f} s; {arguments.factory or arguments.model}, batch {arguments.batch}, {rt.backend.name}"
-    )
-    for name, x in outcomes.items():
+    print(f"profiled in {took:.1f} s; {name}, {rt.backend.name}")
+    for plan, x in outcomes.items():
         modes = {m: sum(layer.mode is m for layer in x.plan.layers) for m in Mode}
         shown = ", ".join(f"{n} {m}" for m, n in modes.items() if n)
         print(
-            f"{name:9} predicted {(x.plan.predicted_period or 0) * 1e3:9.3f} ms  measured {x.measured * 1e3:9.3f} ms "
+            f"{plan:9} predicted {(x.plan.predicted_period or 0) * 1e3:9.3f} ms  measured {x.measured * 1e3:9.3f} ms "
             f"(spread {x.spread:.1%})  error {x.error:+.1%}  [{shown}]"
         )
-    print("ranked as measured" if right else f"NOT ranked as measured: {'; '.join(wrong)}")
+    print("ranked as measured" if right else f"NOT ranked as measured: {'; '.join(wrong)}", flush=True)
     document = {
-        "model": arguments.factory or arguments.model,
-        "batch": arguments.batch,
-        "context": arguments.context,
+        "model": name,
+        "batch": {k: list(v.shape) for k, v in batch.items()},
         "precision": arguments.precision,
         "update": arguments.update,
         "device": rt.backend.identity(),
@@ -208,7 +203,7 @@ def main() -> None:
         "profile_seconds": took,
         "ranked_as_measured": right,
         "plans": {
-            name: {
+            plan: {
                 "predicted": x.plan.predicted_period,
                 "measured": x.measured,
                 "spread": x.spread,
@@ -217,15 +212,43 @@ def main() -> None:
                 "recorded": x.recorded,
                 "plan": x.plan.to_json(),
             }
-            for name, x in outcomes.items()
+            for plan, x in outcomes.items()
         },
         "profile": measured.profile.to_json(),
         "notes": measured.notes,
     }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-    if arguments.plot:
-        draw(arguments.plot, f"{document['model']}, batch {arguments.batch}, {rt.backend.name}", outcomes)
+    return document, outcomes
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        default=["gpt-1m"],
+        help="models of `memferry bench`, or presets of `memferry train`",
+    )
+    parser.add_argument("--batch", type=int, help="default: the model's; 4 for a preset")
+    parser.add_argument("--context", type=int)
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--update", default="step")
+    parser.add_argument("--device-memory")
+    parser.add_argument("--backend")
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="folder for prediction-MODEL.json and prediction-MODEL.png")
+    arguments = parser.parse_args(words)
+    for name in arguments.model:
+        document, outcomes = predict(name, arguments)
+        if arguments.out is not None:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            write_json(arguments.out / f"prediction-{name}.json", document)
+            with contextlib.suppress(ImportError):  # the figures of a file are the same where matplotlib is
+                draw(arguments.out / f"prediction-{name}.png", name, outcomes)
+        runtime.reset()
 
 
 if __name__ == "__main__":

@@ -36,6 +36,9 @@ class Setup:
     threads: int | None = None
     planner: str | None = None
     device_memory: str | None = None
+    reserve: float | None = None
+    device_cap: int | None = None
+    """Bytes that the allocator may take at most, whatever the system."""
 
 
 class System:
@@ -76,6 +79,14 @@ class System:
 
     def host_bytes(self) -> int | None:
         """Host memory held for training, where it is known exactly."""
+        return None
+
+    def device_rows(self) -> dict[str, int] | None:
+        """Bytes held on the device by purpose, where they are known exactly."""
+        return None
+
+    def peak_bytes(self) -> int | None:
+        """The most that the device held, for backends whose allocator is not torch's."""
         return None
 
     def close(self) -> None:
@@ -319,12 +330,13 @@ class Memferry(System):
         super().__init__(model, setup)
         ours(setup)
         options: dict[str, Any] = {}
+        reserve = self.reserve if setup.reserve is None else setup.reserve
         sample = None
         if setup.planner is not None:
             options["planner"] = setup.planner
         if setup.device_memory is not None:
             options["device_memory"] = setup.device_memory
-        if options and setup.planner != "rules":
+        if setup.device_memory is not None or setup.planner not in (None, "rules"):
             ids = torch.zeros(setup.batch, setup.seq, dtype=torch.long) + 5
             sample = {"input_ids": ids.to(self.device), "labels": ids.to(self.device)}
         self.engine = mf.ferry(
@@ -335,7 +347,7 @@ class Memferry(System):
                 update=self.update,
                 accumulate=setup.accumulate,
                 max_grad_norm=setup.clip,
-                reserve=self.reserve,
+                reserve=reserve,
                 threads=setup.threads,
                 **options,
             ),
@@ -361,6 +373,12 @@ class Memferry(System):
 
     def host_bytes(self) -> int | None:
         return sum(nbytes for place, _, nbytes in self.engine.memory_report() if place.startswith("host"))
+
+    def device_rows(self) -> dict[str, int] | None:
+        return {what: nbytes for place, what, nbytes in self.engine.memory_report() if place == "device"}
+
+    def peak_bytes(self) -> int | None:
+        return mf.init(backend=self.setup.backend).backend.memory_stats().peak
 
     def close(self) -> None:
         self.engine.close()
