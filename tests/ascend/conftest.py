@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import emulator
 
 REPORTS = "MEMFERRY_EMULATED_REPORTS"  # set in the child: where its reports go
+CACHE = "MEMFERRY_EMULATED_CACHE"  # set in the child: what this session has found out so far
 TIMEOUT = 600.0  # seconds for one child
 Reports = dict[str, list[dict[str, Any]]]  # by node id, as pytest serialises them
 results = pytest.StashKey[Reports]()
@@ -48,6 +49,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def cache_of(config: pytest.Config) -> Path:
+    """One cache for this session's processes: which kinds of layers may read host memory is asked once for each stack."""
+    if CACHE in os.environ:
+        return Path(os.environ[CACHE])
+    return config._tmp_path_factory.getbasetemp() / "ascend-cache"  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="session")
+def profile_cache(pytestconfig: pytest.Config) -> Path:
+    return cache_of(pytestconfig)
+
+
 def run_child(items: list[pytest.Item], settings: dict[str, object]) -> tuple[Reports, str]:
     """Run the items in one emulated process; their reports by node id, and what the process printed."""
     config = items[0].config
@@ -56,7 +69,7 @@ def run_child(items: list[pytest.Item], settings: dict[str, object]) -> tuple[Re
         chosen.write_text("\n".join(item.nodeid for item in items))
         # What the emulator says is captured with each test; this copy outlives a child that dies.
         environ = emulator.environment(**settings, report=said)  # type: ignore[arg-type]
-        environ[REPORTS] = str(reports)
+        environ[REPORTS], environ[CACHE] = str(reports), str(cache_of(items[0].config))
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", f"@{chosen}"]
         try:
             child = subprocess.run(

@@ -12,10 +12,15 @@ it does not emulate.
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
 import platform
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -64,13 +69,68 @@ def environment(
 def run(
     arguments: Sequence[str | Path], *, check: bool = True, timeout: float = 300.0, **settings: object
 ) -> subprocess.CompletedProcess[str]:
-    """Run this Python with `arguments` on emulated NPUs; output is captured as text.
+    """Run this Python with `arguments` (`-c CODE` or `-m MODULE` first) on emulated NPUs; output is captured as text.
 
-    With `check`, an exit status other than 0 raises AssertionError with the program's output.
+    With `check`, an exit status other than 0 raises AssertionError with the program's output. A program whose `environ`
+    holds nothing but variables of memferry_ascend is forked from a process that has imported torch_npu already; any
+    other starts anew, since libraries read their variables when they are loaded.
     """
-    command = [sys.executable, *map(str, arguments)]
     environ = environment(**settings)  # type: ignore[arg-type]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout)
+    command = [sys.executable, *map(str, arguments)]
+    given = settings.get("environ") or {}
+    assert isinstance(given, Mapping)
+    if all(name.startswith("MEMFERRY_") for name in given):
+        done = _forks.run(command, environ, timeout)
+    else:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout)
     if check and done.returncode:
         raise AssertionError(f"exit status {done.returncode}\n{done.stdout}{done.stderr}")
     return done
+
+
+class Forks:
+    """The process that forks for every program (server.py); started by the first."""
+
+    def __init__(self) -> None:
+        self._server: subprocess.Popen[str] | None = None
+
+    def run(
+        self, command: Sequence[str], environ: Mapping[str, str], timeout: float
+    ) -> subprocess.CompletedProcess[str]:
+        if self._server is None or self._server.poll() is not None:
+            start = [sys.executable, str(Path(__file__).with_name("server.py"))]
+            pipe = subprocess.PIPE
+            self._server = subprocess.Popen(
+                start, env=environment(), stdin=pipe, stdout=pipe, text=True, bufsize=1
+            )
+            atexit.register(self.close)
+        assert self._server.stdin is not None and self._server.stdout is not None
+        with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
+            request = {
+                "arguments": command[1:],
+                "environ": dict(environ),
+                "folder": os.getcwd(),
+                "stdout": out.name,
+                "stderr": err.name,
+            }
+            self._server.stdin.write(json.dumps(request) + "\n")
+            child = int(self._server.stdout.readline())
+            killed = threading.Event()
+            late = threading.Timer(timeout, lambda: (killed.set(), os.kill(child, signal.SIGKILL)))
+            late.start()
+            status = int(self._server.stdout.readline())
+            late.cancel()
+            late.join()
+            said = subprocess.CompletedProcess(list(command), status, out.read(), err.read())
+        if killed.is_set():
+            raise subprocess.TimeoutExpired(list(command), timeout, said.stdout, said.stderr)
+        return said
+
+    def close(self) -> None:
+        if self._server is not None and self._server.stdin is not None:
+            self._server.stdin.close()
+            self._server.wait()
+            self._server = None
+
+
+_forks = Forks()

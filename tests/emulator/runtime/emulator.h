@@ -57,6 +57,7 @@ std::vector<std::string> split(const std::string& text, char separator);
 // ---- fault.cpp ----------------------------------------------------------------------------------------------------
 
 aclError enter(const char* function);
+void read_faults();  // from the settings, once more
 bool lost(int device);
 
 enum class OperatorFault { none, error, wrong, crash };

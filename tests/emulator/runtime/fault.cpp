@@ -48,12 +48,16 @@ struct Faults {
     }
 };
 
-Faults& faults() {
+Faults*& current() {
     static auto* all = new Faults;
-    return *all;
+    return all;
 }
 
+Faults& faults() { return *current(); }
+
 }  // namespace
+
+void read_faults() { current() = new Faults; }
 
 bool lost(int device) {
     auto& f = faults();

@@ -60,10 +60,14 @@ void say(const char* format, va_list arguments) {
 
 }  // namespace
 
-const Settings& settings() {
-    static const Settings* read = new Settings(read_environment());
+namespace {
+Settings& mutable_settings() {
+    static auto* read = new Settings(read_environment());
     return *read;
 }
+}  // namespace
+
+const Settings& settings() { return mutable_settings(); }
 
 std::vector<std::string> split(const std::string& text, char separator) {
     std::vector<std::string> parts;
@@ -96,3 +100,9 @@ std::string recent_complaint() {
 }
 
 }  // namespace emu
+
+// For a program forked from one that has loaded the libraries: its own environment counts. Called before any device is used.
+EMU_API void emuReadSettings() {
+    emu::mutable_settings() = emu::read_environment();
+    emu::read_faults();
+}
