@@ -15,7 +15,6 @@ once.
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 import time
@@ -36,13 +35,16 @@ from memferry_ascend.topology import (
     PathSet,
     StaticDispatch,
 )
-from memferry_ascend.topology.strategies import Transfer
+from memferry_ascend.topology.strategies import Transfer, chunks_in_flight
 
 if TYPE_CHECKING:
     from memferry_ascend.runtime import Runtime
 
-CHUNK = 2 << 20
-"""Bytes. Long enough to hide a path's startup behind the chunk before, short enough to leave a slow path quickly."""
+CHUNK = 1 << 20
+"""Bytes of a chunk where copies block: few enough that a path that slows down is left quickly."""
+
+RELAY_CHUNK = 2 << 20
+"""Bytes of a chunk where relays are queued: enough that queuing one takes less time than moving it."""
 
 STREAMS = {"upload": "h2d", "reload": "h2d", "download": "d2h"}
 """The engine's streams and the direction of each."""
@@ -90,7 +92,7 @@ class Transfers:
     dispatch: "static" or "dynamic" (`topology.StaticDispatch`, `topology.DynamicDispatch`).
     links: emulated links that make each path take its time; None copies as fast as memory allows.
     peers: device index by peer name, for backends that queue relays.
-    chunk: bytes, a multiple of 512.
+    chunk: bytes, a multiple of 512; by default what suits the backend's way of copying.
 
     Raises:
         ConfigError: `dispatch` is "dynamic" on a backend that queues its copies beforehand.
@@ -104,9 +106,10 @@ class Transfers:
         dispatch: str = "static",
         links: EmulatedLinks | None = None,
         peers: Mapping[str, int] | None = None,
-        chunk: int = CHUNK,
+        chunk: int | None = None,
     ) -> None:
         self._queues = backend.queues_relays
+        chunk = chunk or (RELAY_CHUNK if self._queues else CHUNK)
         if self._queues and dispatch == "dynamic":
             raise ConfigError(
                 f"Config.dispatch: backend {backend.name!r} queues copies ahead of time, so shares cannot change while "
@@ -126,8 +129,7 @@ class Transfers:
         if not self._queues:
             for direction, found in self._paths.items():
                 for path in found.paths:
-                    ahead = 1 if self._dynamic else math.ceil(path.latency * path.bandwidth / chunk)
-                    lane = Lane(path, links, 1 + min(3, max(1, ahead)), chunk, backend)
+                    lane = Lane(path, links, chunks_in_flight(path, chunk), chunk, backend)
                     self._lanes[direction, path.name] = lane
                     workers += lane.slots
         # `upload` and `reload` may both be moving in one direction; a third copy waits for workers, not for ever.
@@ -357,7 +359,7 @@ def for_engine(runtime: Runtime, config: Config, *, time_scale: float = 1.0) -> 
                 f"{', '.join(missing)}; probe again with that peer"
             )
     links = None if backend.queues_relays else emulated(paths, time_scale)
-    transfers = Transfers(backend, paths, dispatch=config.dispatch, links=links, peers=peers, chunk=CHUNK)
+    transfers = Transfers(backend, paths, dispatch=config.dispatch, links=links, peers=peers)
     try:
         transfers.install()
     except BaseException:

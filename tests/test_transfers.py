@@ -233,7 +233,9 @@ def test_training_with_assistance_is_bit_identical(
     with poisoned():
         got = train(model, random_plan(model, seed), config=config, disturb=delays)
     assert_same(want, got)
-    assert carried["direct"] > 0 and carried["via npu1"] > 0 and carried["via npu2"] > 0
+    assisted = [carried["via npu1"], carried["via npu2"]]
+    # Whether a path gets its turn is for dynamic dispatch a question of time.
+    assert carried["direct"] > 0 and (all(assisted) if dispatch == "static" else any(assisted))
     assert runtime.current().backend.stream("upload").carrier is None
 
 

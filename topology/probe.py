@@ -32,7 +32,6 @@ KIB, MIB = 1 << 10, 1 << 20
 SIZES = tuple(4 * KIB << i for i in range(17))  # 4 KiB to 256 MiB
 SMALL_SIZES = tuple(4 * KIB << i for i in range(13))  # 4 KiB to 16 MiB: the CPU backend copies slowly
 SHORTEST = 0.01  # wall-clock seconds that the shortest emulated copy takes, so that late wake-ups hardly show
-RELAY_CHUNK = 4 * MIB
 
 Say = Callable[[str], None]
 
@@ -228,7 +227,9 @@ class _Probe:
 
 @contextmanager
 def _real_ways(backend: Backend, nbytes: int) -> Iterator[list[Way]]:
-    """The direct path of a backend and its relays through peers."""
+    """The direct path of a backend and its relays through peers, as training queues them."""
+    from memferry_ascend.transfers import RELAY_CHUNK
+
     with _memory(backend) as make:
         ways = [make("direct", "host", None, nbytes)]
         family = backend.device.type

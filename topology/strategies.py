@@ -14,6 +14,7 @@ Nothing here touches a device or starts a thread. The code that copies drives a 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -191,8 +192,8 @@ class DynamicDispatch:
     and a small transfer stays on the path with the lower latency, as with `split`. `min_chunk` (bytes, an
     eighth of `chunk` when 0) is the smallest share worth a chunk.
 
-    A chunk should take longer than a path's startup, and each path should hold two at a time (two callers per
-    path): then the startup of the next chunk hides behind the one that moves.
+    Each path should hold `chunks_in_flight` at a time (as many callers): then the startup of the next chunk hides
+    behind those that move.
     """
 
     chunk: int
@@ -242,24 +243,27 @@ class _StaticTransfer(Transfer):
 
 
 class _DynamicTransfer(Transfer):
+    """A path is seen as a pipeline: a chunk begins to move once its startup has passed and the chunk before it has
+    arrived. That says when a path could begin another one, and how fast it moved those that have arrived."""
+
     def __init__(
         self, nbytes: int, paths: Sequence[Path], chunk: int, smallest: int, clock: Callable[[], float]
     ) -> None:
         super().__init__(nbytes, paths)
         self._chunk, self._smallest, self._clock = chunk, smallest, clock
         self._pool: deque[Chunk] = deque([(0, nbytes)] if nbytes else [])
-        self._rate = {p.name: p.bandwidth for p in paths}  # bytes/s, from observation once there is one
-        self._measured: set[str] = set()
-        self._since = dict.fromkeys(
-            self.paths, 0.0
-        )  # when the chunk now at the head of the path began to move
+        # Bytes and seconds of the last few chunks; until there are any, one chunk at the path's own figures.
+        self._seen = {p.name: (float(chunk), chunk / p.bandwidth) for p in paths}
+        self._taken: dict[Chunk, float] = {}  # when each chunk under way was handed out
+        self._arrived_at = dict.fromkeys(self.paths, 0.0)  # when the last chunk of each path arrived
         self._declined: set[str] = set()
 
     def _take(self, path: Path) -> Chunk | None:
         if not self._pool:
             return None
+        now = self._clock()
         left = sum(n for _, n in self._pool)
-        want = min(self._share(path, left), self._chunk)
+        want = min(self._share(path, left, now), self._chunk)
         if not want:
             if self._someone_else_will_come(path):
                 if path.name not in self._declined:
@@ -272,19 +276,28 @@ class _DynamicTransfer(Transfer):
         if n > want:
             self._pool.appendleft((offset + want, n - want))
             n = want
-        if not self._under_way[path.name]:
-            self._since[path.name] = self._clock()
+        self._taken[offset, n] = now
         return offset, n
 
-    def _share(self, path: Path, left: int) -> int:
+    def _share(self, path: Path, left: int, now: float) -> int:
         """Bytes of the `left` for `path` when all live paths finish together, with what they hold."""
-        live = []
-        for name, p in self._live.items():
-            held = sum(n for _, n in self._under_way[name]) / self._rate[name]
-            # The startup of a further chunk passes while the path still moves what it holds.
-            live.append(Path(name, max(p.latency, held), self._rate[name]))
+        live = [Path(name, self._begin(p, now) - now, self._rate(name)) for name, p in self._live.items()]
         shares = split(left, live, min_chunk=min(self._smallest, left))
         return shares[list(self._live).index(path.name)]
+
+    def _begin(self, path: Path, now: float) -> float:
+        """When a chunk that `path` takes `now` would begin to move, behind what it holds."""
+        end = self._arrived_at[path.name]
+        for chunk in self._under_way[path.name]:
+            began = max(self._taken[chunk] + path.latency, end)
+            end = began + chunk[1] / self._rate(path.name)
+            if end < now:  # overdue: nobody knows for how long; as long again as until now is a fair guess
+                end = now + (now - began)
+        return max(now + path.latency, end)
+
+    def _rate(self, name: str) -> float:
+        nbytes, seconds = self._seen[name]
+        return nbytes / seconds
 
     def _someone_else_will_come(self, path: Path) -> bool:
         """Whether another path is at work, or has not declined: all declining at once would never end."""
@@ -293,20 +306,28 @@ class _DynamicTransfer(Transfer):
 
     def _completed(self, path: Path, chunk: Chunk) -> None:
         name, now = path.name, self._clock()
-        elapsed = now - self._since[name]
-        if name not in self._measured or len(self._under_way[name]) == 1:
-            elapsed = max(elapsed - path.latency, elapsed / 4)  # alone on the path: the startup is in there
-        if elapsed > 0:
-            seen = chunk[1] / elapsed
-            self._rate[name] = (
-                self._rate[name] + seen
-            ) / 2  # the last few chunks count: contention comes and goes
-            self._measured.add(name)
-        self._since[name] = now
+        taken, before = self._taken.pop(chunk), self._arrived_at[name]
+        waited = now - max(taken, before)
+        # A path may start faster than its figures say: a startup never explains more than three quarters.
+        moved = max(now - max(taken + path.latency, before), waited / 4)
+        # Bytes and seconds are averaged apart, so that a late report, which makes the next one look early, evens out.
+        # Older chunks count half as much each time: contention comes and goes.
+        nbytes, seconds = self._seen[name]
+        self._seen[name] = (nbytes / 2 + chunk[1], seconds / 2 + max(moved, 0.0))
+        self._arrived_at[name] = now
 
     def _give_back(self, chunks: list[Chunk], failed: str) -> None:
+        for chunk in chunks:
+            del self._taken[chunk]
         self._pool.extendleft(sorted(chunks, reverse=True))
         self._declined.clear()
+
+
+def chunks_in_flight(path: Path, chunk: int, most: int = 4) -> int:
+    """How many chunks of `chunk` bytes `path` should hold, 2 to `most`: the one that moves, and as many as move while
+    one starts up. With fewer the path idles between chunks; more would only wait, and be stuck there if it slows down.
+    """
+    return min(max(2, 1 + math.ceil(path.latency * path.bandwidth / chunk)), most)
 
 
 def _round_up(nbytes: int) -> int:

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memferry_ascend.topology import Fabric, LinkClock, PathSet, load
 from memferry_ascend.topology.dispatch import Path, finish_time, split
+from memferry_ascend.topology.emulate import Moving
 from memferry_ascend.topology.strategies import (
     Chunk,
     Dispatch,
@@ -19,6 +21,7 @@ from memferry_ascend.topology.strategies import (
     StaticDispatch,
     Transfer,
     TransferFailed,
+    chunks_in_flight,
 )
 
 MIB = 1 << 20
@@ -57,6 +60,47 @@ def drive(transfer: Transfer, seconds: dict, clock: VirtualClock) -> tuple[float
         chunks.append(chunk)
         idle.add(name)
     return clock.now, chunks
+
+
+def drive_links(
+    transfer: Transfer,
+    paths: PathSet,
+    clock: VirtualClock,
+    chunk: int,
+    slow: tuple[float, str, float] | None = None,
+) -> float:
+    """Copy over modelled links in virtual time, `chunks_in_flight` at a time per path; returns the end. `slow` is
+    (seconds, resource, bytes/s): what a resource carries from then on.
+    """
+    model = LinkClock(dict(paths.capacity))
+    flying: list[tuple[Moving, str, Chunk]] = []
+    last: dict[str, Moving] = {}
+    while not transfer.done:
+        progress = True
+        while progress:  # a path that declines may make another one take what is left
+            progress = False
+            for path in paths.paths:
+                while sum(name == path.name for _, name, _ in flying) < chunks_in_flight(path, chunk):
+                    if (found := transfer.next_chunk(path.name)) is None:
+                        break
+                    moving = model.join(
+                        clock.now, found[1], path.latency, path.uses, path.bandwidth, last.get(path.name)
+                    )
+                    last[path.name] = moving
+                    flying.append((moving, path.name, found))
+                    progress = True
+        soonest = min(model.wake(moving) for moving, _, _ in flying)
+        if slow is not None and slow[0] <= soonest:
+            clock.now = slow[0]
+            model.set_capacity(*slow)
+            slow = None
+            continue
+        clock.now = soonest
+        model.advance(soonest)
+        for moving, name, found in [f for f in flying if f[0].end is not None]:
+            transfer.complete(name, found)
+            flying.remove((moving, name, found))
+    return clock.now
 
 
 def at_speed(*paths: Path) -> dict:
@@ -132,6 +176,76 @@ def test_dynamic_beats_static_when_contention_begins_halfway() -> None:
     clock = VirtualClock()
     dynamic, _ = drive(DynamicDispatch(4 * MIB, clock=clock).begin(size, paths), seconds, clock)
     assert dynamic < 0.7 * static  # each chunk pays its startup here
+
+
+PEER = "node0/npu4/die0"
+
+
+def supernode_paths() -> PathSet:
+    fabric = load("cm384")
+    assert isinstance(fabric, Fabric)
+    return fabric.paths("node0/npu0/die0", via=[PEER])
+
+
+@pytest.mark.parametrize("chunk", [MIB, 2 * MIB])
+@pytest.mark.parametrize("size", [64 << 10, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB + 7])
+def test_dynamic_ends_when_static_would_on_links_that_stay_as_they_are(size: int, chunk: int) -> None:
+    paths, clock = supernode_paths(), VirtualClock()
+    end = drive_links(DynamicDispatch(chunk, clock=clock).begin(size, paths.together()), paths, clock, chunk)
+    assert end <= 1.005 * paths.seconds(paths.split(size))
+    if size >= 16 * MIB:
+        assert end <= size / (0.85 * sum(size / p.seconds(size) for p in paths.paths))
+
+
+@pytest.mark.parametrize("size", [32 * MIB, 64 * MIB, 256 * MIB])
+def test_dynamic_is_half_as_long_again_sooner_when_a_path_drops_to_a_quarter_halfway(size: int) -> None:
+    paths = supernode_paths()
+    ends = []
+    for dynamic in (False, True):
+        clock = VirtualClock()
+        dispatch = DynamicDispatch(MIB, clock=clock) if dynamic else StaticDispatch(MIB)
+        slow = (paths.seconds(paths.split(size)) / 2, f"ub {PEER}>node0/ub", paths.paths[1].bandwidth / 4)
+        ends.append(drive_links(dispatch.begin(size, paths.together()), paths, clock, MIB, slow))
+    assert ends[0] >= 1.5 * ends[1]
+
+
+def test_as_many_chunks_in_flight_as_hide_a_startup() -> None:
+    assert chunks_in_flight(Path("p", 0.0, 1e9), MIB) == 2
+    assert chunks_in_flight(Path("p", 1e-3, 1e9), 1_000_000) == 2
+    assert chunks_in_flight(Path("p", 2.5e-3, 1e9), 1_000_000) == 4
+    assert chunks_in_flight(Path("p", 1.0, 1e9), 1_000_000) == 4
+    assert chunks_in_flight(Path("p", 1.0, 1e9), 1_000_000, most=9) == 9
+
+
+def test_reports_that_come_late_in_pairs_do_not_spoil_the_rates() -> None:
+    """Both paths move a chunk a second; a's reports come two at a time, the first a second late."""
+    clock = VirtualClock()
+    paths = [Path("a", 0.0, 512.0), Path("b", 0.0, 512.0)]
+    transfer = DynamicDispatch(512, clock=clock).begin(100 * 512, paths)
+    for _ in range(10):
+        first, second, other = (transfer.next_chunk(name) for name in ("a", "a", "b"))
+        assert first is not None and second is not None and other is not None
+        clock.now += 1
+        transfer.complete("b", other)
+        other = transfer.next_chunk("b")
+        assert other is not None
+        clock.now += 0.98
+        transfer.complete("a", first)
+        clock.now += 0.02
+        transfer.complete("a", second)
+        transfer.complete("b", other)
+        rate = transfer._rate("a")  # type: ignore[attr-defined]
+        assert 256 < rate < 1024
+
+
+def test_a_chunk_that_is_overdue_counts_against_its_path() -> None:
+    """The path that is stuck with a chunk is not left anything that another path could move meanwhile."""
+    clock = VirtualClock()
+    paths = [Path("stuck", 0.0, 1e6), Path("sound", 0.5, 1e6)]
+    transfer = DynamicDispatch(512_000, clock=clock).begin(1_024_000, paths)
+    assert transfer.next_chunk("stuck") is not None
+    clock.now = 10.0  # it should have taken half a second
+    assert transfer.next_chunk("sound") == (512_000, 512_000)
 
 
 def test_all_paths_declining_is_impossible() -> None:
