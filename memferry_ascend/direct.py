@@ -6,8 +6,12 @@ only the last product is told to write to the device's alias of the arena. Autog
 device gradient exists at any time.
 
     Linear, Conv1D       the weight's matrix product and the bias's sum write the alias
-    Embedding            the rows that occur are summed in a tensor as long as the batch, and scattered to the alias
+    Embedding            the rows that occur are summed in a tensor as long as the batch, and scattered to the alias,
+                         which the host has cleared behind the update that consumed the rows before
     LayerNorm, RMSNorm   their kernel makes input and weight gradients at once; a copy kernel moves the latter (a few KB)
+
+A staged Embedding does the same while its batch is short against its rows, so that only touched rows cross the link: a
+copy engine would need them gathered and counted, and the host to scatter them before anybody may look at `p.grad`.
 
 Where one pass produces a gradient in several pieces, or a user's hook looks at it, the function gives autograd a
 device gradient after all, which is then staged: never is anything read back over the link. What comes before the
@@ -25,12 +29,16 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from memferry_ascend.backends.base import DIRECT_KINDS
+from memferry_ascend.backends.base import DIRECT_KINDS, Backend
 from memferry_ascend.gradients import Gradients
 from memferry_ascend.gradstate import GradState, UnitGrads
 from memferry_ascend.layers import Layer
 from memferry_ascend.planner.plan import Grad
 from memferry_ascend.tracing import ReadTracer
+
+MOST_ROWS = 0.5
+"""Tokens per row of a staged table up to which its touched rows are written alone: each token costs a row on the link,
+and the host clears the whole table after its update."""
 
 Compute = Callable[[torch.Tensor | None], Any]
 """Computes a gradient into the tensor it is given, or into a new one that it returns."""
@@ -128,6 +136,14 @@ class _Uses:
         if sink is None or begun is None:
             return compute(None)
         return sink.write(begun, compute)
+
+    def begin_rows(self) -> bool:
+        """The weight's kernel is about to write touched rows only: zeros shall be left there from now on. True if what
+        it writes to is zero already."""
+        assert self._sinks[0] is not None
+        state = self._sinks[0].state
+        state.rows = True
+        return state.clean
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> Compute:
@@ -237,18 +253,22 @@ class _Embedding(torch.autograd.Function):
         def compute(out: torch.Tensor | None) -> torch.Tensor:
             if out is None:
                 return torch.ops.aten.embedding_dense_backward(grad, indices, ctx.rows, padding, False)
-            return _scatter_rows(grad, indices, padding, out)
+            return _scatter_rows(grad, indices, padding, out, clean=ctx.uses.begin_rows())
 
         return ctx.uses.write(0, ctx.needs_input_grad[0], compute), None, None, None
 
 
-def _scatter_rows(grad: torch.Tensor, indices: torch.Tensor, padding: int, out: torch.Tensor) -> torch.Tensor:
-    """The gradient of `F.embedding` into `out`, without a device tensor of its size.
+def _scatter_rows(
+    grad: torch.Tensor, indices: torch.Tensor, padding: int, out: torch.Tensor, *, clean: bool = False
+) -> torch.Tensor:
+    """The gradient of `F.embedding` into `out`, without a device tensor of its size. `clean`: `out` is zero, so that
+    only the rows that occur move.
 
     Rows that occur are numbered in their order (a sort, so nothing waits for the host) and summed by the same kernel
     under these numbers: each row's terms come in the same sequence, so the sums have the same bits.
     """
-    out.zero_()
+    if not clean:
+        out.zero_()
     flat = indices.reshape(-1)
     if flat.numel() == 0:
         return out
@@ -286,8 +306,11 @@ def _own_forward(module: nn.Module) -> Any:
 class DirectForward:
     """Stands in for `forward` of one module. A copy or pickle of the model gets its class's own forward back."""
 
-    def __init__(self, module: nn.Module, weight: Sink | None, bias: Sink | None) -> None:
+    def __init__(
+        self, module: nn.Module, weight: Sink | None, bias: Sink | None, *, sparse: bool = False
+    ) -> None:
         self._module = module
+        self._sparse = sparse  # a staged table: only batches that touch few rows are better off here
         self._own = module.forward
         self._sinks = (weight, bias)
         self._run = {
@@ -324,8 +347,11 @@ class DirectForward:
         return _Linear.apply(x, weight, bias, _Uses(*self._sinks), transposed)
 
     def _embedding(self, indices: torch.Tensor) -> torch.Tensor:
-        padding = self._module.padding_idx
-        return _Embedding.apply(self._module._parameters["weight"], indices, padding, _Uses(*self._sinks))
+        module: Any = self._module
+        if self._sparse and indices.numel() > module.num_embeddings * MOST_ROWS:
+            return self._own(indices)
+        weight = module._parameters["weight"]
+        return _Embedding.apply(weight, indices, module.padding_idx, _Uses(*self._sinks))
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
         module: Any = self._module
@@ -344,15 +370,23 @@ class DirectForward:
 class DirectLayers:
     """All layers of an engine whose gradients kernels write to the arena."""
 
-    def __init__(self, layers: list[Layer], gradients: Gradients) -> None:
+    def __init__(
+        self, layers: list[Layer], gradients: Gradients, backend: Backend, *, tables: bool = True
+    ) -> None:
         self._forwards: list[tuple[nn.Module, DirectForward, list[Sink]]] = []
         units = {id(s): ug for ug in gradients.units for s in ug.states}
         planned = {
-            layer.name for ug in gradients.units for layer in ug.resident.unit.layers
-            if ug.resident.unit.plan.grad is Grad.DIRECT
-        }  # fmt: skip
+            layer.name: ug.resident.unit.plan.grad
+            for ug in gradients.units
+            for layer in ug.resident.unit.layers
+            if not ug.updates_on_device
+        }
+        kinds = backend.capabilities().direct_kinds
         for layer in layers:
-            if layer.name not in planned or why_not(layer.module) is not None:
+            grad = planned.get(layer.name, Grad.KEEP)
+            table = tables and grad is Grad.STAGE and isinstance(layer.module, nn.Embedding)
+            table = table and not kinds.isdisjoint(("Embedding", "*"))
+            if not (grad is Grad.DIRECT or table) or why_not(layer.module) is not None:
                 continue
             sinks: dict[str, Sink] = {}
             for p in layer.params:
@@ -360,7 +394,7 @@ class DirectLayers:
                 if state is not None and not p.aliases:
                     sinks[p.name.rpartition(".")[2]] = Sink(gradients, units[id(state)], state)
             if sinks:
-                forward = DirectForward(layer.module, sinks.get("weight"), sinks.get("bias"))
+                forward = DirectForward(layer.module, sinks.get("weight"), sinks.get("bias"), sparse=table)
                 self._forwards.append((layer.module, forward, list(sinks.values())))
 
     def install(self) -> None:

@@ -188,7 +188,7 @@ class Engine:
                 update.kept = ug.kept
         self._gradients.backward_ended = self._backward_ended
         self._clipper = Clipper(self._gradients, self._arena, backend, self._jobs, config.max_grad_norm)
-        self._direct = DirectLayers(layers, self._gradients)
+        self._direct = DirectLayers(layers, self._gradients, backend, tables=parallel is None)
         self._direct.install()
         self._handles += self._gradients.install()
         self._integrity = Integrity(
@@ -401,6 +401,7 @@ class Engine:
             resident.upload_job(after if after is not None else ug.downloaded),
             self._then(resident),
             before,
+            self._gradients.to_clear(ug, part),
         )
         ug.tickets[ug.turn] = self._jobs.ticket(resident.unit.index)
 

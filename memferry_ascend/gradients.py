@@ -26,7 +26,7 @@ from memferry_ascend.arena import Arena
 from memferry_ascend.backends.base import Backend, Event
 from memferry_ascend.errors import FerryError
 from memferry_ascend.gradstate import GradState, UnitGrads, set_grad, user_hooks
-from memferry_ascend.jobs import Jobs
+from memferry_ascend.jobs import Fold, Jobs
 from memferry_ascend.kept import Kept
 from memferry_ascend.planner.plan import Grad, Update
 from memferry_ascend.shadow import Resident
@@ -137,7 +137,7 @@ class Gradients:
                 else:
                     # Read somewhere that no forward pass has shown us: add that part as autograd would have, once,
                     # over the link; from now on this parameter is staged.
-                    s.written = s.direct = False
+                    s.written = s.direct = s.rows = False
                     assert s.view is not None
                     return s.view + grad
             return None
@@ -229,6 +229,7 @@ class Gradients:
                 assert s.host is not None
                 pairs.append((s.host, grad.contiguous()))
                 nbytes += s.host.nbytes
+                s.clean = False
         self._to_host(ug, pairs)
         if pairs:
             self._in_flight.append((ug.downloaded, [g for _, g in pairs], nbytes))
@@ -330,7 +331,7 @@ class Gradients:
     def direct_written(self, ug: UnitGrads, s: GradState) -> None:
         """The kernel that writes to `direct_target` has been launched."""
         self._expect_end()
-        s.written = True
+        s.written, s.clean = True, False
         self._written.append((ug, s))
 
     def _let_go(self) -> None:
@@ -344,8 +345,10 @@ class Gradients:
         """Queue adding the last arrival of `states` to their fp32 sums, behind the download and `after`."""
         items = []
         for s in states:
-            items.append((ug.memory.host_state("acc", s.p), ug.memory.host_grad(s.p).view(-1), s.folded == 0))
+            grad = ug.memory.host_grad(s.p).view(-1)
+            items.append(Fold(ug.memory.host_state("acc", s.p), grad, s.folded == 0, s.rows))
             s.folded += 1
+            s.clean = s.rows
         waits = [downloaded for _, downloaded in ug.events]
         if after is not None:
             waits.append(after)
@@ -479,7 +482,7 @@ class Gradients:
         if ug.updates_on_device:
             return self._replaced(ug, s, grad.detach())
         self._wait_folds(ug)
-        target = ug.memory.host_grad(s.p)
+        target, s.clean = ug.memory.host_grad(s.p), False
         self._to_host(ug, [(target, grad.detach().to(target.dtype).contiguous())])
         ug.downloaded.synchronize()
         return self._replaced(ug, s, None)
@@ -509,6 +512,15 @@ class Gradients:
                     s.zeroed = True
                 elif s.arrivals and s.published is None and id(ug) not in early:
                     s.reset()
+
+    def to_clear(self, ug: UnitGrads, part: list[GradState]) -> list[torch.Tensor]:
+        """Where the update of `part`, about to be handed over, must leave zeros. Sums' arrivals were cleared already."""
+        if self.summing:
+            return []
+        rows = [s for s in part if s.rows]
+        for s in rows:
+            s.clean = True
+        return [ug.memory.host_grad(s.p) for s in rows]
 
     def consumed(self, part: list[GradState]) -> None:
         """The step has taken these: `p.grad` becomes None."""

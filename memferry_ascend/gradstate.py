@@ -34,6 +34,10 @@ class GradState:
     """A kernel may write this gradient to the arena."""
     written: bool = False
     """A kernel wrote it in this pass; autograd has not said yet that nothing else comes."""
+    rows: bool = False
+    """A table whose kernel writes only the rows that the batch touched: its place in the arena must be zero before."""
+    clean: bool = True
+    """The place in the arena is zero, or will be once the unit's folds and update have been waited for."""
     partial: bool = False
     """Autograd was given a part of this pass's gradient: the rest must go the same way."""
 

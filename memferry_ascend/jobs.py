@@ -15,7 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +30,14 @@ from memferry_ascend.worker import FAILED, Priority, Worker
 if TYPE_CHECKING:
     from memferry_ascend.recorder import Recorder
 
-Fold = tuple[torch.Tensor, torch.Tensor, bool]
-"""fp32 sum, gradient, and whether the gradient is the first of the sum; flat host tensors."""
+
+class Fold(NamedTuple):
+    """An arrival to add to its sum; flat host tensors. `clear`: leave zeros where the gradient was."""
+
+    acc: torch.Tensor
+    grad: torch.Tensor
+    first: bool
+    clear: bool
 
 
 @dataclass(eq=False)
@@ -92,8 +98,10 @@ class Jobs(ABC):
         upload: Upload | None,
         then: Callable[[], None] | None,
         before: Callable[[], None] | None = None,
+        clear: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Call `before`, update a unit behind `waits`, start `upload`, call `then`."""
+        """Call `before`, update a unit behind `waits`, start `upload`, leave zeros in `clear` (gradients, consumed by
+        now), call `then`."""
 
     @abstractmethod
     def updated(self, unit: int) -> bool:
@@ -176,8 +184,10 @@ class PythonJobs(Jobs):
             for event in waits:
                 event.synchronize()
             self._backend._at("fold")
-            for acc, grad, first in items:
-                hostmath.accumulate(acc, grad, first)
+            for item in items:
+                hostmath.accumulate(item.acc, item.grad, item.first)
+                if item.clear:
+                    self._clear([item.grad])
             self._folds[unit] -= 1
             self.worker.notify()
 
@@ -217,6 +227,7 @@ class PythonJobs(Jobs):
         upload: Upload | None,
         then: Callable[[], None] | None,
         before: Callable[[], None] | None = None,
+        clear: Sequence[torch.Tensor] = (),
     ) -> None:
         self._updates[unit] += 1
         self._tickets[unit] += 1
@@ -231,12 +242,18 @@ class PythonJobs(Jobs):
                 update.run(part, summed, hypers, scale.value)
             if upload is not None:
                 upload.start()
+            self._clear(clear)
             self._updates[unit] -= 1
             if then is not None:
                 then()
             self.worker.notify()
 
         self.worker.submit(priority, job)
+
+    def _clear(self, consumed: Sequence[torch.Tensor]) -> None:
+        for grad in consumed:
+            self._backend._at("clear")
+            grad.zero_()
 
     def updated(self, unit: int) -> bool:
         return self._updates[unit] == 0
@@ -268,7 +285,14 @@ class PythonJobs(Jobs):
 
 
 _FOLD = np.dtype(
-    [("acc", np.uint64), ("grad", np.uint64), ("numel", np.int64), ("bf16", np.uint32), ("first", np.uint32)]
+    [
+        ("acc", np.uint64),
+        ("grad", np.uint64),
+        ("numel", np.int64),
+        ("bf16", np.uint32),
+        ("first", np.uint32),
+        ("clear", np.uint64),
+    ]
 )
 _PIECE = np.dtype([("grad", np.uint64), ("numel", np.int64), ("index", np.int64), ("bf16", np.uint64)])
 
@@ -309,8 +333,8 @@ class NativeJobs(Jobs):
     def fold(self, unit: int, waits: Sequence[Event], items: Sequence[Fold]) -> None:
         table = np.array(
             [
-                (a.data_ptr(), g.data_ptr(), g.numel(), g.dtype is torch.bfloat16, first)
-                for a, g, first in items
+                (a.data_ptr(), g.data_ptr(), g.numel(), g.dtype is torch.bfloat16, first, clear)
+                for a, g, first, clear in items
             ],
             _FOLD,
         )
@@ -347,6 +371,7 @@ class NativeJobs(Jobs):
         upload: Upload | None,
         then: Callable[[], None] | None,
         before: Callable[[], None] | None = None,
+        clear: Sequence[torch.Tensor] = (),
     ) -> None:
         assert isinstance(update, NativeUpdate) and before is None
         address, count = update.prepare(part, summed, hypers)
@@ -369,7 +394,16 @@ class NativeJobs(Jobs):
             else (0, 0, 0)
         )
         self._call(
-            "update", unit, priority, [event.handle for event in waits], address, count, scale, row, flag
+            "update",
+            unit,
+            priority,
+            [event.handle for event in waits],
+            address,
+            count,
+            scale,
+            row,
+            flag,
+            [(grad.data_ptr(), grad.nbytes) for grad in clear],
         )
 
     def updated(self, unit: int) -> bool:

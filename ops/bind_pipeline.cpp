@@ -71,7 +71,8 @@ void bind_pipeline(py::module_& m) {
         .def(py::init<std::shared_ptr<Driver>, int>())
         .def("update",
              [](Worker& w, int64_t slot, int64_t priority, std::vector<uint64_t> waits, uintptr_t segments, size_t count,
-                std::shared_ptr<Scale> scale, std::array<uint64_t, 8> upload, std::array<uint64_t, 3> flag) {
+                std::shared_ptr<Scale> scale, std::array<uint64_t, 8> upload, std::array<uint64_t, 3> flag,
+                const std::vector<std::array<uint64_t, 2>>& clears) {
                  Job job;
                  job.slot = slot;
                  job.priority = priority;
@@ -80,6 +81,7 @@ void bind_pipeline(py::module_& m) {
                  job.scale = std::move(scale);
                  job.upload = {{upload[0], upload[1], upload[2]}, upload[3], upload[4], upload[5], upload[6], upload[7]};
                  job.flag = {flag[0], flag[1], static_cast<uint32_t>(flag[2])};
+                 for (const auto& c : clears) job.clears.push_back({c[0], c[1]});
                  w.submit(std::move(job));
              })
         .def("fold",

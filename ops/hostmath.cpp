@@ -207,6 +207,12 @@ void copy_bytes(void* dst, const void* src, int64_t n) {
     parallel((n + CHUNK - 1) / CHUNK, task);
 }
 
+void zero_bytes(void* dst, int64_t n) {
+    constexpr int64_t CHUNK = 1 << 20;
+    auto task = [&](int64_t t) { std::memset(static_cast<char*>(dst) + t * CHUNK, 0, std::min(CHUNK, n - t * CHUNK)); };
+    parallel((n + CHUNK - 1) / CHUNK, task);
+}
+
 const char* const* simd_levels() {
     static const std::vector<const char*> names = [] {
         std::vector<const char*> all;

@@ -31,6 +31,7 @@ void join_master(const uint16_t* hi, const int16_t* lo, float* out, int64_t n);
 void accumulate(float* acc, const void* grad, bool grad_bf16, int64_t n, bool first, float scale);
 double sum_squares(const void* grad, bool grad_bf16, int64_t n);
 void copy_bytes(void* dst, const void* src, int64_t n);
+void zero_bytes(void* dst, int64_t n);
 
 // The instruction sets this build has kernels for and this processor runs, best first.
 const char* const* simd_levels();

@@ -48,8 +48,10 @@ void Worker::run(Job& job) {
         std::this_thread::sleep_for(std::chrono::duration<double>(delay_ * ((random_ >> 33) / 2147483648.0)));
     }
     const double begin = record_ ? now() : 0.0;
-    for (const Fold& f : job.folds)
+    for (const Fold& f : job.folds) {
         accumulate(reinterpret_cast<float*>(f.acc), reinterpret_cast<const void*>(f.grad), f.bf16, f.numel, f.first, 1.0f);
+        if (f.clear) zero_bytes(reinterpret_cast<void*>(f.grad), f.numel * (f.bf16 ? 2 : 4));
+    }
     if (!job.pieces.empty()) {
         std::map<int64_t, double> squares;
         for (const Piece& p : job.pieces)
@@ -71,6 +73,7 @@ void Worker::run(Job& job) {
         if (u.end) driver_->record(u.end, u.stream);
         driver_->record(u.done, u.stream);
     }
+    for (const Bytes& b : job.clears) zero_bytes(reinterpret_cast<void*>(b.address), b.nbytes);
     raise_flag(job, false);
     if (record_) {
         std::lock_guard<std::mutex> lock(mutex_);

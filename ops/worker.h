@@ -18,10 +18,11 @@
 
 namespace memferry {
 
-struct Fold {  // acc = grad, or acc += grad
+struct Fold {  // acc = grad, or acc += grad; then grad = 0 where `clear`
     uint64_t acc, grad;
     int64_t numel;
     uint32_t bf16, first;
+    uint64_t clear;
 };
 
 struct Piece {  // a gradient whose squares are summed; `index` orders parameters
@@ -34,6 +35,10 @@ struct Piece {  // a gradient whose squares are summed; `index` orders parameter
 // What one step's updates multiply their gradients by; written by its norm job before any of them runs.
 struct Scale {
     double value = 1.0, norm = -1.0;
+};
+
+struct Bytes {  // host memory to fill with zeros
+    uint64_t address, nbytes;
 };
 
 struct Upload {
@@ -56,6 +61,7 @@ struct Job {
     std::vector<AdamSegment> segments;
     std::vector<Fold> folds;
     std::vector<Piece> pieces;
+    std::vector<Bytes> clears;  // gradients that the update has consumed
     double limit = 0.0;  // of a norm job
     std::shared_ptr<Scale> scale;
     Upload upload;

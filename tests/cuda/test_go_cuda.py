@@ -20,7 +20,7 @@ from harness import (
     train,
 )
 from ops.adam_cases import tolerances
-from placements import Conv1D, direct_model, placed_plan
+from placements import Conv1D, direct_model, placed_plan, tables
 from torch import nn
 
 import memferry_ascend as mf
@@ -76,6 +76,22 @@ def test_scattered_rows_have_the_bits_of_the_dense_gradient(
     want = torch.ops.aten.embedding_dense_backward(grad, indices, rows, padding, False)
     out = torch.full((rows, width), float("nan"), dtype=dtype, device="cuda")
     assert torch.equal(direct._scatter_rows(grad, indices, padding, out), want)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("grad", [Grad.STAGE, Grad.DIRECT])
+def test_touched_rows_give_the_bits_of_the_dense_gradient(update: str, micro: int, grad: Grad) -> None:
+    model = tables()
+    config = mf.Config(accumulate=micro)
+    plan = plan_of(model, Mode.GFGB, grad=Grad.KEEP)
+    want = train(model, plan, config=config, micro=micro, serial=True)
+    model = tables()
+    config = mf.Config(accumulate=micro, update=update)
+    delays = DeviceDelays(ALL_POINTS, seed=3, most=0.003)
+    assert_same(
+        want, train(model, plan_of(model, Mode.DHA, grad=grad), config=config, micro=micro, disturb=delays)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -21,6 +21,7 @@ from memferry_ascend import hostmath
 from memferry_ascend.backends.cpu import CpuBackend
 from memferry_ascend.errors import FerryError
 from memferry_ascend.hostmath import AdamHyper, AdamProgram, AdamSegment
+from memferry_ascend.jobs import Fold
 
 pytestmark = pytest.mark.skipif(
     not hostmath.NATIVE or shutil.which("g++") is None, reason="needs the extension and g++"
@@ -121,7 +122,8 @@ class Machine:
 
         native, jobs_module.NativeUpdate = jobs_module.NativeUpdate, object  # type: ignore[misc,assignment]
         try:
-            self.jobs.update(k, k, waits, update, [], False, [], self.jobs.new_scale(), upload, None)
+            scale, clear = self.jobs.new_scale(), [self.units[k].grad]
+            self.jobs.update(k, k, waits, update, [], False, [], scale, upload, None, clear=clear)
         finally:
             jobs_module.NativeUpdate = native  # type: ignore[misc]
 
@@ -166,6 +168,21 @@ def test_running_ahead_neither_deadlocks_nor_tears(machine: Machine, delay: floa
     for u, want in zip(machine.units, serial(12), strict=True):
         assert torch.equal(u.host, want)
         assert torch.equal(u.buffer, want)
+        assert not u.grad.any()  # cleared when consumed, before the next one came
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fold_clears_what_it_has_added(machine: Machine, dtype: torch.dtype) -> None:
+    acc, total = torch.full((NUMEL,), float("nan")), torch.zeros(NUMEL)
+    other, kept = torch.zeros(NUMEL), torch.ones(NUMEL, dtype=dtype)
+    for k in range(3):
+        grad = torch.randn(NUMEL).to(dtype)
+        total += grad.float()
+        machine.jobs.fold(0, [], [Fold(acc, grad, k == 0, True), Fold(other, kept, True, False)])
+        machine.jobs.wait_folds(0)
+        assert not grad.any()
+        assert kept.all()
+    torch.testing.assert_close(acc, total)
 
 
 def test_a_failed_job_lets_the_device_go_and_is_raised(machine: Machine) -> None:
