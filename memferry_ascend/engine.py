@@ -21,7 +21,17 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from memferry_ascend import arming, checkpoint, disarm, hostmath, limits, saving, sharded, transfers
+from memferry_ascend import (
+    agreement,
+    arming,
+    checkpoint,
+    disarm,
+    hostmath,
+    limits,
+    saving,
+    sharded,
+    transfers,
+)
 from memferry_ascend.arena import Arena, UnitMemory
 from memferry_ascend.backends.base import Event
 from memferry_ascend.budget import sizing
@@ -95,10 +105,10 @@ class Engine:
         source = Source(model, layers, weights)
         ranks = runtime.ranks
         if ranks is not None:
-            sharded.meet(ranks, layers, model, optimizer, config, plan)
+            agreement.meet(ranks, layers, model, optimizer, config, plan)
         self.profile, self.plan = choose_plan(plan, layers, model, optimizer, runtime, config, sample_batch)
         if ranks is not None:
-            self.plan = exchanged(sharded.choose(ranks, plan, self.plan))
+            self.plan = exchanged(agreement.choose(ranks, plan, self.plan))
         self.plan = settle(self.plan, layers, backend, optimizer)
         by_name = {lp.name: lp for lp in self.plan.layers}
         self._units = units(layers, by_name, alone=distant(layers))
@@ -146,8 +156,8 @@ class Engine:
     def _arm(self, layers: list[Any], optimizer: torch.optim.Optimizer, native: bool, source: Source) -> None:
         backend, config = self._backend, self.config
         parallel, memories = self._parallel, self._memories
-        self._ring = arming.make_ring(self._units, backend, self._sizing.slots)
         if parallel is None:
+            self._ring = arming.make_ring(self._units, backend, self._sizing.slots)
             arming.fill(self._units, self._arena, backend, native, source, memories, self._originals)
             arming.move_buffers(self.model, backend.device)
             self._residents = [
@@ -156,6 +166,7 @@ class Engine:
             ]
             self._updates = arming.make_updates(memories, optimizer)
         else:
+            self._ring = parallel.make_ring(self._units, self._sizing.slots)
             arming.move_buffers(self.model, backend.device)
             self._residents, self._updates = parallel.arm(
                 self._units, self._arena, native, self._ring, optimizer
@@ -244,6 +255,8 @@ class Engine:
             )
         if torch.is_grad_enabled():
             self._gradients.finish("forward")
+        if self._parallel is not None:
+            self._parallel.loads.forward(torch.is_grad_enabled())
         for r in self._unread:
             r.wait()
         if not self._traced and self._tracer is None:
@@ -263,6 +276,8 @@ class Engine:
             self._tracer = None
 
     def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if self._parallel is not None:
+            self._parallel.loads.forward_ended()
         if self._is_pending():  # this pass did not need every unit: reads must still wait
             self._guard.on()
         tracer = self._tracer
@@ -366,6 +381,8 @@ class Engine:
             learned, self._learned = self._learned, None
             self._learn(learned)
             self._direct.learned(learned)
+        if self._parallel is not None:
+            self._parallel.next_pass(self._ring)
         self._guard.on()
 
     def _check_counts(self, parts: list[tuple[UnitGrads, list[GradState]]]) -> None:
@@ -455,6 +472,8 @@ class Engine:
 
     def synchronize(self) -> None:
         """Block until every update and upload in flight is done; raises what went wrong."""
+        if self._parallel is not None:
+            self._parallel.loads.drain()
         self._jobs.drain()
         for r in self._residents:
             r.wait()

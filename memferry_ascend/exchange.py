@@ -25,13 +25,15 @@ from memferry_ascend.backends.base import Backend, Event
 from memferry_ascend.errors import FerryError
 from memferry_ascend.gradients import Gradients, GradState, UnitGrads
 from memferry_ascend.jobs import PythonJobs
-from memferry_ascend.lane import Lane
+from memferry_ascend.lane import Lane, LaneEvent
+from memferry_ascend.loads import Loads
 from memferry_ascend.parallel import Ranks
 from memferry_ascend.shadow import Resident
 from memferry_ascend.shards import ShardMemory
-from memferry_ascend.worker import Worker
 
-_KINDS = {"forward": 1, "step": 2, "zero_grad": 3, "clip_grad_norm_": 4}
+_KINDS = {"forward": 1, "step": 2, "zero_grad": 3, "clip_grad_norm_": 4, "another forward": 5}
+_HEAD = 3
+"""What a rank says of itself before it says what gradients it has: settled passes, where it is, forwards."""
 
 
 class ShardedGradient(torch.Tensor):
@@ -53,39 +55,6 @@ class ShardedGradient(torch.Tensor):
             f"p.grad was used by {func}, but with several ranks every rank keeps only a part of each gradient; clip "
             "with Config.max_grad_norm or engine.clip_grad_norm_(), and do not read or change p.grad"
         )
-
-
-class LaneEvent(Event):
-    """An event that the lane records some time after the user's thread has asked for it: waiting waits for both."""
-
-    def __init__(self, inner: Event, worker: Worker) -> None:
-        self.inner = inner
-        self._worker = worker
-        self._asked = self._issued = 0
-
-    def ask(self) -> None:
-        """User's thread: one more recording is to come."""
-        self._asked += 1
-
-    def issued(self) -> None:
-        """Lane: it was recorded."""
-        self._issued += 1
-        self._worker.notify()
-
-    def wait_issued(self) -> None:
-        """Block until everything asked for so far has been recorded."""
-        target = self._asked
-        self._worker.wait_for(lambda: self._issued >= target)
-
-    def synchronize(self) -> None:
-        self.wait_issued()
-        self.inner.synchronize()
-
-    def query(self) -> bool:
-        return self._issued == self._asked and self.inner.query()
-
-    def elapsed(self, later: Event) -> float:
-        return self.inner.elapsed(later.inner if isinstance(later, LaneEvent) else later)
 
 
 @dataclass(eq=False)
@@ -143,10 +112,11 @@ class ShardedGradients(Gradients):
         *,
         ranks: Ranks,
         lane: Lane,
+        loads: Loads,
         settled: Callable[[], None],
         **options: Any,
     ) -> None:
-        self._ranks, self._lane, self._settled = ranks, lane, settled
+        self._ranks, self._lane, self._loads, self._settled = ranks, lane, loads, settled
         self.open = False
         self.syncing = True
         self._worker = jobs.worker
@@ -385,7 +355,9 @@ class ShardedGradients(Gradients):
         mine = rows.view(nodes, part)[0].clone()
         for k in range(1, nodes):
             mine.add_(rows.view(nodes, part)[k])
-        self._ranks.all_gather(padded.view(torch.uint8), mine.view(torch.uint8), self._lane.wait, across=True)
+        self._ranks.all_gather(
+            padded.view(torch.uint8), mine.view(torch.uint8), self._lane.wait, self._ranks.across
+        )
         return padded[:n]
 
     # -- between passes ----------------------------------------------------------------------------------------------
@@ -393,6 +365,8 @@ class ShardedGradients(Gradients):
         self._passes.discard(task)
         if self.backward_ended is not None:
             self.backward_ended()
+        if not self._passes:  # not a reentrant checkpoint's own
+            self._loads.drain()
         arrived, self._arrived = self._arrived, []
         if not self.publishes:
             return
@@ -411,27 +385,26 @@ class ShardedGradients(Gradients):
         Raises:
             FerryError: other ranks are elsewhere (more or fewer backwards before a step).
         """
-        if not self.open and at != "step":
-            return
-        if at in ("forward", "zero_grad") and not self._synced:  # all of it under no_sync: nothing travels
+        nothing = not self.open or (
+            at in ("forward", "zero_grad") and not self._synced
+        )  # or all under no_sync
+        if nothing and at != "step":
             self.open = False
+            if at == "forward" and self._loads.used:
+                self._compare(self._row("another forward"))
             return
+        row = self._row(at)
         n = len(self._trainable)
-        row = torch.zeros(3 * n + 2, dtype=torch.int32)
-        row[0], row[1] = self._pass, _KINDS[at]
         for ug in self._sharded:
             for s in ug.states:
-                i = 2 + 3 * self._number[s.p.index]
+                i = _HEAD + 3 * self._number[s.p.index]
                 row[i] = any(s.p.index in have for have in (ug.here, ug.counted, self._pending))
                 row[i + 1] = s.p.index in ug.late
                 row[i + 2] = s.published is not None and s.p.param.grad is None
-        # Beside the lane: exchanges in flight there wait for ranks that come here first.
-        with self._ranks.explained():
-            rows = self._ranks.exchange(row, self._lane.wait)
-        self._must_match(rows)
+        rows = self._compare(row)
         if at == "step":
             self._settled()
-        first, late, dropped = rows[:, 2:].amax(0).view(n, 3).bool().unbind(1)
+        first, late, dropped = rows[:, _HEAD:].amax(0).view(n, 3).bool().unbind(1)
         is_first, is_late, is_dropped = first.tolist(), late.tolist(), dropped.tolist()
         for ug in self._order:
             if not ug.gone and any(is_first[self._number[s.p.index]] for s in ug.states):
@@ -460,16 +433,31 @@ class ShardedGradients(Gradients):
         self._next, self.open, self._synced = 0, False, False
         self._pass = 0 if at == "step" else self._pass + 1
 
-    def _must_match(self, rows: torch.Tensor) -> None:
-        heads = rows[:, :2].tolist()
+    def _row(self, at: str) -> torch.Tensor:
+        """What this rank has to say, of its gradients nothing yet."""
+        row = torch.zeros(3 * len(self._trainable) + _HEAD, dtype=torch.int32)
+        row[0], row[1], row[2] = self._pass, _KINDS[at], self._loads.begun
+        return row
+
+    def _compare(self, row: torch.Tensor) -> torch.Tensor:
+        """All ranks' rows, which must say that they are at the same place."""
+        self._loads.drain(unused=True)  # others may wait for them, and come here only then
+        # Beside the lane: exchanges in flight there wait for ranks that come here first.
+        with self._ranks.explained():
+            rows = self._ranks.exchange(row, self._lane.wait)
+        heads = rows[:, :_HEAD].tolist()
         if all(head == heads[0] for head in heads):
-            return
+            return rows
         names = {v: k for k, v in _KINDS.items()}
         other = next(r for r, head in enumerate(heads) if head != heads[0])
-        said = [f"rank {r} in {names[heads[r][1]]} after {heads[r][0]} settled passes" for r in (0, other)]
+        said = [
+            f"rank {r} in {names[kind]} after {passes} settled passes and {forwards} forwards"
+            for r, (passes, kind, forwards) in ((r, heads[r]) for r in (0, other))
+        ]
         raise FerryError(
             f"data parallel: ranks are not at the same place: {said[0]}, {said[1]}; every rank must run as many "
-            "backwards before each step, each with at least one gradient"
+            "forwards (not counting those without gradients) and backwards before each step, each with at least one "
+            "gradient"
         )
 
     # -- at the step -------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""The lane: one thread that issues every collective of training, in the order in which the user's thread asked.
+"""A lane: a thread that issues collectives in the order in which the user's thread asked.
 
-Collectives must be issued in the same order on all ranks. The user's thread asks in an order that does not depend on
-timing, and this thread takes one job after the other: it may wait for the host worker or for a peer without holding
-up the backward pass. On a device family it issues on a stream of its own (its thread's current stream, which
-`backend.compute` therefore means here), and rarely blocks; with gloo it blocks in each collective.
+There are two, each with a process group of its own: one for gradients and updated parameters, one for loads (`loads.py`),
+which must not wait behind updates. Collectives of a group must be issued in the same order on all ranks. The user's thread
+asks in an order that does not depend on timing, and a lane takes one job after the other: it may wait for the host worker
+or for a peer without holding up the backward pass. On a device family it issues on a stream of its own (its thread's
+current stream, which `backend.compute` therefore means here), and rarely blocks; with gloo it blocks in each collective.
 """
 
 from __future__ import annotations
@@ -13,10 +14,54 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from memferry_ascend.backends.base import Backend
+from memferry_ascend.backends.base import Backend, Compute, Event, Stream
 from memferry_ascend.errors import FerryError, PeerError
 from memferry_ascend.parallel import Ranks
 from memferry_ascend.worker import Worker
+
+
+class LaneEvent(Event):
+    """An event that the lane records some time after the user's thread has asked for it: waiting waits for both."""
+
+    def __init__(self, inner: Event, worker: Worker) -> None:
+        self.inner = inner
+        self._worker = worker
+        self._asked = self._issued = 0
+
+    def ask(self) -> None:
+        """User's thread: one more recording is to come."""
+        self._asked += 1
+
+    def issued(self) -> None:
+        """Lane: it was recorded."""
+        self._issued += 1
+        self._worker.notify()
+
+    def wait_issued(self) -> None:
+        """Block until everything asked for so far has been recorded."""
+        target = self._asked
+        self._worker.wait_for(lambda: self._issued >= target)
+
+    def record_now(self, stream: Stream) -> None:
+        """User's thread: a recording of its own."""
+        self.ask()
+        stream.record(self.inner)
+        self.issued()
+
+    def hold(self, stream: Stream | Compute) -> None:
+        """What is queued on `stream` from now on runs after everything asked for so far."""
+        self.wait_issued()
+        stream.wait(self.inner)
+
+    def synchronize(self) -> None:
+        self.wait_issued()
+        self.inner.synchronize()
+
+    def query(self) -> bool:
+        return self._issued == self._asked and self.inner.query()
+
+    def elapsed(self, later: Event) -> float:
+        return self.inner.elapsed(later.inner if isinstance(later, LaneEvent) else later)
 
 
 class Abandoned(PeerError):
@@ -26,24 +71,25 @@ class Abandoned(PeerError):
 class Lane:
     """Waits are on the worker's condition, so that one failure, wherever it happened, wakes everybody."""
 
-    def __init__(self, ranks: Ranks, backend: Backend, worker: Worker) -> None:
+    def __init__(self, ranks: Ranks, backend: Backend, worker: Worker, name: str) -> None:
         self._ranks = ranks
         self._backend = backend
         self._worker = worker
         self._jobs: deque[Callable[[], None]] = deque()
-        self._asked = 0
+        self.asked = 0
+        """Jobs queued so far."""
         self._done = 0
         self._closing = False
-        self._thread = threading.Thread(target=self._work, name="memferry-lane", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"memferry-{name}", daemon=True)
         self._thread.start()
 
     def submit(self, job: Callable[[], None]) -> int:
         """Queue a job; returns its number."""
         self._worker.check()
         self._jobs.append(job)
-        self._asked += 1
+        self.asked += 1
         self._worker.notify()
-        return self._asked
+        return self.asked
 
     def call(self, job: Callable[[], None]) -> None:
         """Queue a job and wait until it has run."""
@@ -51,7 +97,7 @@ class Lane:
 
     def finish(self, number: int | None = None) -> None:
         """Block until job `number` (the last one) has run."""
-        target = self._asked if number is None else number
+        target = self.asked if number is None else number
         self._worker.wait_for(lambda: self._done >= target)
 
     def wait(self, work: Any) -> None:
@@ -73,6 +119,8 @@ class Lane:
                     return
                 self._jobs.popleft()()
             except BaseException as e:
+                if self._closing and isinstance(e, Abandoned):
+                    return
                 if self._worker.error is None:
                     self._worker.fail(e if isinstance(e, FerryError) else self._ranks.explain(e))
                     self._ranks.abort()
@@ -83,7 +131,7 @@ class Lane:
     @property
     def idle(self) -> bool:
         """Every job has run."""
-        return self._done == self._asked
+        return self._done == self.asked
 
     def close(self) -> None:
         """Drop what is queued, leave a collective that peers have not joined, and end the thread."""

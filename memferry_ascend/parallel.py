@@ -12,9 +12,10 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -24,7 +25,8 @@ import torch.distributed as dist
 from memferry_ascend.errors import ConfigError, FerryError, PeerError
 
 PATIENCE = 5.0
-"""Seconds that ranks give each other to say they are alive once one of them has found a peer missing."""
+"""Seconds that ranks give each other to say they are alive once one of them has found a peer missing, and that the rank
+that holds the store gives the others to read what it knows."""
 
 COLLECTIVES = "MEMFERRY_COLLECTIVES"
 """Environment variable: "gloo" sends device tensors through host memory (slow; for ranks that share a device)."""
@@ -38,8 +40,8 @@ class Ranks:
     """This process among all ranks. `local` ranks share a node; `index` is this one's place among them.
 
     Collectives block until the result may be read by the calling thread's current device stream. The groups `main`
-    and `near` (this node) are the user's thread's, `meeting` (this node), `shard` and `across` the lane's. Every rank
-    must call the same ones in the same order.
+    and `near` (this node) are the user's thread's, `meeting` (this node), `shard` and `across` the lane's, `loads` (this
+    node) the other lane's. Every rank must call the same ones in the same order.
     """
 
     def __init__(self, device: torch.device, local_size: int | None = None) -> None:
@@ -53,17 +55,18 @@ class Ranks:
         wanted = os.environ.get(COLLECTIVES, "")
         kind = "gloo" if device.type == "cpu" or wanted == "gloo" else _device_backend(device)
         self.staged = kind == "gloo" and device.type != "cpu"
-        self.shard = self.near = self.meeting = self.across = dist.group.WORLD
-        for members in nodes:
-            device_group = dist.new_group(members, backend=kind)
-            near, meeting = (dist.new_group(members, backend="gloo") for _ in range(2))
-            if members is mine:
-                self.shard, self.near, self.meeting = device_group, near, meeting
+        self._by_node, self._kind = nodes, kind
+        self.shard, self.loads = self._near_group(kind), self._near_group(kind)
+        self.near, self.meeting = self._near_group("gloo"), self._near_group("gloo")
+        self.across = dist.group.WORLD
+        self.loads_done = 0
+        """Collectives of `loads` that are done; -1: one was left unfinished."""
         for i in range(self.local if self.nodes > 1 else 0):
             twins = [members[i] for members in nodes]
             group = dist.new_group(twins, backend=kind)
             if i == self.index:
                 self.across = group
+        self._failing, self._said = threading.Lock(), ""
         self._excepthook = sys.excepthook
         sys.excepthook = self._uncaught
 
@@ -85,6 +88,11 @@ class Ranks:
             )
         return list(nodes.values())
 
+    def _near_group(self, kind: str) -> Any:
+        """A process group of this node's ranks. Every rank of all nodes calls."""
+        groups = [dist.new_group(members, backend=kind) for members in self._by_node]
+        return groups[self.node]
+
     # -- user's thread -------------------------------------------------------------------------------------------------
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's picklable `value`, in rank order."""
@@ -92,6 +100,12 @@ class Ranks:
         with self.explained():
             dist.all_gather_object(out, value, group=self.main)
         return out
+
+    def renew_loads(self) -> None:
+        """Make `loads` fit for use: engines that closed in the middle of a pass may have left it at different places."""
+        done = self.gather_objects(self.loads_done)
+        if any(n != done[0] or n < 0 for n in done):
+            self.loads, self.loads_done = self._near_group(self._kind), 0
 
     def from_first(self, value: Any) -> Any:
         """Rank 0's picklable `value`."""
@@ -145,10 +159,10 @@ class Ranks:
         wait(dist.all_to_all_single(out, source, received, sent, group=group, async_op=True))
 
     def all_gather(
-        self, out: torch.Tensor, piece: torch.Tensor, wait: Callable[[Any], None], *, across: bool = False
+        self, out: torch.Tensor, piece: torch.Tensor, wait: Callable[[Any], None], group: Any
     ) -> None:
-        """Equal pieces of all local ranks (all nodes with `across`) into `out`; `piece` may be its own part of it."""
-        group = self.across if across else self.shard
+        """Equal pieces of all ranks of `group` (`shard`, `loads`, `across`) into `out`; `piece` may be its own part of
+        it."""
         if self.staged:
             host = torch.empty(out.numel(), dtype=torch.uint8)
             wait(_all_gather_single(host, piece.cpu(), group=group, async_op=True))
@@ -177,7 +191,7 @@ class Ranks:
 
     def announce(self, error: BaseException) -> None:
         """This rank fails for a reason of its own: leave it for the others, unless somebody was first."""
-        if isinstance(error, PeerError | KeyboardInterrupt | SystemExit):
+        if isinstance(error, KeyboardInterrupt | SystemExit) or _peers_fault(error):
             return
         text = " ".join(str(error).split()) or type(error).__name__
         try:
@@ -186,41 +200,50 @@ class Ranks:
             return  # the store went with rank 0: its peers will say so
 
     def explain(self, error: BaseException) -> PeerError:
-        """What to raise when a collective failed: the first cause, and who is gone."""
+        """What to raise when a collective failed: the first cause, and who is gone. Threads that find out one after the
+        other say the same."""
         if isinstance(error, PeerError):
             return error
-        cause, gone = "", []
+        with self._failing:
+            if not self._said:
+                cause = self._ask_around()
+                first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+                self._said = (
+                    f"rank {self.rank} of {self.size} stops: another rank failed{cause}. Resume from the last "
+                    f"checkpoint ({first_line[:200]})"
+                )
+            return PeerError(self._said)
+
+    def _ask_around(self) -> str:
+        """The first cause, or who does not answer, from what the ranks that are left write into the store. Its holder
+        leaves last: the others could not read it any more."""
+        cause = ""
+        others = [r for r in range(self.size) if r != self.rank]
         try:
             store = _store()
             store.set(f"memferry/alive/{self.rank}", "1")
-            left = PATIENCE
-            for other in range(self.size):
-                try:
-                    if other != self.rank:
-                        store.wait([f"memferry/alive/{other}"], timedelta(seconds=left))
-                except Exception:
-                    gone.append(other)
-                    left = 0.5  # the others had the same time already
+            gone = _missing(store, "memferry/alive/", others)
             if store.check(["memferry/cause"]):
-                cause = store.get("memferry/cause").decode()
+                cause = f"; first cause: {store.get('memferry/cause').decode()}"
+            elif gone:
+                names = ", ".join(map(str, gone))
+                cause = f"; rank {names} no longer answers: it was killed or crashed (see its own output)"
+            store.set(f"memferry/knows/{self.rank}", "1")
+            if self.rank == 0:
+                _missing(store, "memferry/knows/", [r for r in others if r not in gone])
         except Exception:
-            cause = cause or "the rank that holds the store (rank 0, or torchrun on its node) is gone"
-        text = f"rank {self.rank} of {self.size} stops: another rank failed"
-        if cause:
-            text += f"; first cause: {cause}"
-        elif gone:
-            names = ", ".join(map(str, gone))
-            text += f"; rank {names} no longer answers: it was killed or crashed (see its own output)"
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return PeerError(f"{text}. Resume from the last checkpoint ({first_line[:200]})")
+            cause = cause or (
+                "; first cause: the rank that holds the store (rank 0, or torchrun on its node) is gone"
+            )
+        return cause
 
     def abort(self) -> None:
         """Unblock device kernels that wait for a rank that is gone."""
         if self.device.type == "cpu" or self.staged:
             return
-        for group in {self.shard, self.across}:
+        for group in {self.shard, self.loads, self.across}:
             try:
-                group._get_backend(self.device).abort()  # type: ignore[union-attr]
+                group._get_backend(self.device).abort()
             except Exception:
                 continue
 
@@ -246,6 +269,27 @@ class _Explained:
     ) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, FerryError):
             raise self.ranks.explain(error) from error
+
+
+def _peers_fault(error: BaseException | None) -> bool:
+    """Whether it comes from another rank's failure."""
+    while error is not None:
+        if isinstance(error, PeerError):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _missing(store: Any, key: str, ranks: Sequence[int]) -> list[int]:
+    """The ranks that have not written `key` and their number within PATIENCE. Asks again and again: the store's own
+    wait cannot be left when only some of them answer."""
+    deadline = time.monotonic() + PATIENCE
+    left = list(ranks)
+    while True:
+        left = [r for r in left if not store.check([f"{key}{r}"])]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
 
 
 def _store() -> Any:

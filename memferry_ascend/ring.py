@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memferry_ascend.backends.base import Backend, Event, Stream, align
+from memferry_ascend.backends.base import Backend, Compute, Event, Stream, align
 
 if TYPE_CHECKING:
     from memferry_ascend.shadow import Resident
@@ -36,12 +36,20 @@ class Slot:
         self.waited = True
         """The compute stream already waits for `loaded`."""
 
+    def hold(self, stream: Stream | Compute) -> None:
+        """What is queued on `stream` from now on runs after the last load."""
+        stream.wait(self.loaded)
+
+    def mark(self, stream: Stream) -> None:
+        """`stream` has a load of this slot queued."""
+        stream.record(self.loaded)
+
 
 class Ring:
     """`slots` device slots of `nbytes` each, for the STREAM units of one engine."""
 
     def __init__(self, backend: Backend, slots: int, nbytes: int) -> None:
-        self.slots = [Slot(backend, align(nbytes)) for _ in range(slots)]
+        self.slots = [self._slot(backend, align(nbytes)) for _ in range(slots)]
         self.units: list[Resident] = []
         """STREAM units in the order of the forward pass; set by `arrange`."""
         self._position: dict[int, int] = {}
@@ -54,6 +62,9 @@ class Ring:
         self._urgent = backend.stream("upload")
         self._patient = backend.stream("reload")
 
+    def _slot(self, backend: Backend, nbytes: int) -> Slot:
+        return Slot(backend, nbytes)
+
     def arrange(self, units: list[Resident]) -> None:
         """Set the order in which units are needed in the forward pass."""
         with self._lock:
@@ -63,7 +74,7 @@ class Ring:
     def forward(self, unit: Resident) -> Slot | None:
         """Open a window: the unit's slot, loaded behind the compute stream, or None when all slots are pinned."""
         with self._lock:
-            slot = self._by_unit.get(id(unit)) or self._load(unit, self._urgent, keep=())
+            slot = self._by_unit.get(id(unit)) or self._fetch(unit)
             if slot is None:
                 return None
             slot.pins += 1
@@ -86,7 +97,7 @@ class Ring:
                 if done is not None:
                     self._backend.compute.record(done.read)
             self._lease = unit
-            slot = self._by_unit.get(id(unit)) or self._load(unit, self._urgent, keep=())
+            slot = self._by_unit.get(id(unit)) or self._fetch(unit)
             if slot is None:
                 return None
             self._touch(slot)
@@ -144,7 +155,7 @@ class Ring:
 
     def _await(self, slot: Slot) -> None:
         if not slot.waited:
-            self._backend.compute.wait(slot.loaded)
+            slot.hold(self._backend.compute)
             slot.waited = True
 
     def _victim(self, keep: tuple[Resident, ...]) -> Slot | None:
@@ -155,7 +166,8 @@ class Ring:
         ]
         return min(free, key=lambda s: s.used, default=None)
 
-    def _load(self, unit: Resident, stream: Stream, keep: tuple[Resident, ...]) -> Slot | None:
+    def _place(self, unit: Resident, keep: tuple[Resident, ...]) -> Slot | None:
+        """A slot that is the unit's from now on, not yet loaded; None when all are in use."""
         slot = self._victim(keep)
         if slot is None:
             return None
@@ -163,23 +175,37 @@ class Ring:
             del self._by_unit[id(slot.unit)]
         slot.unit = unit
         self._by_unit[id(unit)] = slot
-        nbytes = unit.memory.layout.nbytes
-        unit.hold(stream)
-        stream.wait(slot.read)
-        stream.wait(slot.loaded)  # an unread prefetch on the other stream may still be writing
-        stream.copy(slot.bytes[:nbytes], unit.region[:nbytes])
-        stream.record(slot.loaded)
         slot.waited = False
         self._touch(slot)
         return slot
 
-    def _prefetch(self, unit: Resident, direction: int) -> None:
+    def _fetch(self, unit: Resident) -> Slot | None:
+        """The unit is needed now."""
+        return self._load(unit, self._urgent, keep=())
+
+    def _load(self, unit: Resident, stream: Stream, keep: tuple[Resident, ...]) -> Slot | None:
+        slot = self._place(unit, keep)
+        if slot is None:
+            return None
+        nbytes = unit.memory.layout.nbytes
+        unit.hold(stream)
+        stream.wait(slot.read)
+        slot.hold(stream)  # an unread prefetch on the other stream may still be writing
+        stream.copy(slot.bytes[:nbytes], unit.region[:nbytes])
+        slot.mark(stream)
+        return slot
+
+    def _window(self, unit: Resident, direction: int) -> tuple[Resident, ...]:
+        """The unit and those after it (before it) that have a slot while it is used."""
         at = self._position[id(unit)]
-        window = [
+        return tuple(
             self.units[i]
             for i in range(at, at + direction * len(self.slots), direction)
             if 0 <= i < len(self.units)
-        ]
+        )
+
+    def _prefetch(self, unit: Resident, direction: int) -> None:
+        window = self._window(unit, direction)
         for ahead in window[1:]:
             if id(ahead) not in self._by_unit and ahead.loadable():
-                self._load(ahead, self._patient, keep=tuple(window))
+                self._load(ahead, self._patient, keep=window)

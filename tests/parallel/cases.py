@@ -14,7 +14,7 @@ from torch import nn
 import memferry_ascend as mf
 from memferry_ascend import distributed_checkpoint, parallel, runtime
 
-from .world import ROWS, digest, plan_for, rows_of
+from .world import ROWS, RankDelays, digest, plan_for, rows_of
 
 
 def _message(call: Any) -> str:
@@ -90,6 +90,50 @@ def out_of_step() -> str:
     return said
 
 
+def one_more_forward(modes: str) -> str:
+    """Rank 0 runs a forward pass with gradients that the others do not."""
+    rank = runtime.current().rank
+    engine = _engine(make_model(0), modes, unit_bytes=1)
+
+    def run() -> None:
+        for _ in range(2 if rank == 0 else 1):
+            loss = engine.model(rows_of(0))
+        loss.backward()
+        engine.optimizer.step()
+
+    said = _message(run)
+    with contextlib.suppress(mf.FerryError):
+        engine.close()
+    return said
+
+
+def alone_without_gradients(modes: str) -> dict[str, Any]:
+    """Rank 0 evaluates now and then, between forward and backward too; what all ranks do is the same as without."""
+    rank = runtime.current().rank
+    engine = _engine(make_model(1), modes, unit_bytes=1)
+
+    def evaluate() -> None:
+        if rank == 0:
+            with torch.no_grad():
+                evaluated.append(float(engine.model(rows_of(7))))
+
+    out = {}
+    for often in (False, True):
+        evaluated: list[float] = []
+        for step in range(3):
+            loss = engine.model(rows_of(step))
+            if often:
+                evaluate()
+            loss.backward()
+            engine.optimizer.step()
+            evaluate()
+        out[often] = (engine.state_dict(), evaluated)
+        engine.close()
+        engine = _engine(make_model(1), modes, unit_bytes=1)
+    engine.close()
+    return {"plain": out[False], "often": out[True]}
+
+
 def reading_gradients() -> list[str]:
     """`p.grad` is not there to be read; the engine goes on after somebody has tried."""
     engine = _engine(make_model(0))
@@ -122,7 +166,7 @@ class Branches(nn.Module):
         return self.last(h).square().mean()
 
 
-def branches(modes: str, update: str = "step", twice: bool = False) -> dict[str, Any]:
+def branches(modes: str, update: str = "step", twice: bool = False, delays: float = 0.0) -> dict[str, Any]:
     """Rank 0 goes left, the others right; after two steps all go left. With one rank both branches run in one loss,
     weighted as the average over `ranks` ranks would. `twice`: a second backward through the same graph."""
     rt = runtime.current()
@@ -130,6 +174,8 @@ def branches(modes: str, update: str = "step", twice: bool = False) -> dict[str,
     model = Branches()
     engine = _engine(model, modes, unit_bytes=1, update=update)
     hashes = []
+    if delays:
+        rt.backend.disturb = RankDelays(rt.rank, 1, delays)
     for step in range(4):
         g = torch.Generator().manual_seed(step)
         x = torch.randn(4, 8, generator=g)
@@ -145,6 +191,7 @@ def branches(modes: str, update: str = "step", twice: bool = False) -> dict[str,
         with torch.no_grad():
             hashes.append(digest(dict(engine.model.named_parameters())))
     state = engine.state_dict()
+    rt.backend.disturb = None
     engine.close()
     return {"hashes": hashes, "state": state, "size": size}
 
@@ -247,19 +294,20 @@ def memory(modes: str, precision: str = "bf16") -> dict[str, int]:
 
 
 def link(modes: str) -> dict[str, int]:
-    """Bytes over the link in one step, by stream, after a warm-up step."""
+    """Bytes over the link, by direction, in three steps and with what is loaded ahead for a fourth."""
     from .world import LinkBytes
 
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
     engine = _engine(model, modes, unit_bytes=1 << 18)
-    for _ in range(2):
-        with LinkBytes() as counted:
+    with LinkBytes() as counted:
+        for _ in range(3):
             engine.model(torch.ones(2, 256)).sum().backward()
             engine.optimizer.step()
-            engine.synchronize()
-    engine.close()
-    return counted.by_stream
+        engine.synchronize()
+        engine.close()
+    by = counted.by_stream
+    return {"up": by["download"], "down": by.get("upload", 0) + by.get("reload", 0)}
 
 
 def topology() -> tuple[int, int, int, list[int]]:

@@ -12,15 +12,18 @@ from harness import make_model, small_units
 
 import memferry_ascend as mf
 from memferry_ascend import distributed_checkpoint, runtime
+from memferry_ascend.planner import Mode
 
 from .world import launch, plan_for, train
 
 SIZES = (2, 3, 4)
 MODES = ("GFGB", "DHA", "DFGB", "STREAM", "random")
+UPDATES = ("step", "backward")
 
 # Runs of one group must agree bit for bit, whatever their plan, their delays and when updates start.
 GROUPS: dict[str, list[dict[str, Any]]] = {
-    "plain": [{"modes": m} for m in MODES] + [{"modes": "random", "delays": 0.002, "unit_bytes": 1}],
+    "plain": [{"modes": m} for m in MODES]
+    + [{"modes": m, "delays": 0.002, "unit_bytes": 1} for m in ("random", "STREAM", "DFGB")],
     "bf16 accumulated and clipped": [
         {"modes": m, "micro": 2, "config": {"precision": "bf16", "max_grad_norm": 0.05}, **more}
         for m, more in (("GFGB", {}), ("random", {"delays": 0.002}), ("DHA", {"delays": 0.001}))
@@ -56,7 +59,7 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
 def _cases(size: int) -> list[tuple[str, dict[str, Any]]]:
     names = list(GROUPS)[: {2: 2, 3: len(GROUPS), 4: 1}[size]]  # all of them where it matters: three ranks
     out = [("train", {"steps": 3} | run) for name in names for run in GROUPS[name]]
-    out += [(f"parallel.cases:{what}", {"modes": m}) for what in ("memory", "link") for m in ("GFGB", "DHA")]
+    out += [(f"parallel.cases:{what}", {"modes": m}) for what in ("memory", "link") for m in Mode]
     if size == 3:
         out += [
             ("parallel.cases:branches", {"modes": m, "update": u, "twice": t})
@@ -68,6 +71,12 @@ def _cases(size: int) -> list[tuple[str, dict[str, Any]]]:
                 ("DHA", "step", True),
             )
         ]
+        out += [
+            ("parallel.cases:branches", {"modes": m, "update": u, "twice": t, "delays": 0.002})
+            for m in ("STREAM", "DFGB")
+            for u, t in (("step", False), ("backward", False), ("step", True))
+        ]
+        out += [("parallel.cases:alone_without_gradients", {"modes": m}) for m in ("STREAM", "DFGB")]
         out += [("parallel.cases:tiny", {"modes": m}) for m in ("GFGB", "DHA")]
         out += [
             ("parallel.cases:edits", {"modes": m, "precision": p})
@@ -174,7 +183,7 @@ def test_losses_equal_one_rank(world: World, cpu: mf.Runtime) -> None:
 def test_memory_of_a_node_does_not_grow(world: World, cpu: mf.Runtime) -> None:
     from . import cases
 
-    for modes in ("GFGB", "DHA"):
+    for modes in Mode:
         one = sum(v for k, v in cases.memory(modes).items() if k != "names left")
         ranks = world.of("memory", modes=modes)
         assert all(r["names left"] == 0 for r in ranks)
@@ -188,14 +197,15 @@ def test_memory_of_a_node_does_not_grow(world: World, cpu: mf.Runtime) -> None:
 def test_link_bytes_fall_with_ranks(world: World, cpu: mf.Runtime) -> None:
     from . import cases
 
-    for modes, streams in (("GFGB", {"download", "upload"}), ("DHA", {"download"})):
-        one = cases.link(modes)
-        ranks = world.of("link", modes=modes)
-        for stream in streams:
-            counts = [r[stream] for r in ranks]
-            assert one[stream] <= sum(counts) <= one[stream] + world.size * 12 * 512
-            assert max(counts) <= math.ceil(one[stream] / world.size) + 12 * 512
-        assert all(set(r) == streams for r in ranks)
+    units, loads = 6, {"GFGB": 1, "DHA": 0, "DFGB": 1, "STREAM": 2}
+    for modes in Mode:
+        one, ranks = cases.link(modes), world.of("link", modes=modes)
+        assert (one["down"] > 0) == (modes is not Mode.DHA)
+        for way, times in (("up", 1), ("down", loads[modes])):
+            counts = [r[way] for r in ranks]
+            slack = 3 * units * times * 512  # chunks begin at multiples of 512 bytes
+            assert one[way] <= sum(counts) <= one[way] + world.size * slack, modes
+            assert max(counts) <= math.ceil(one[way] / world.size) + slack, modes
 
 
 @three
@@ -205,6 +215,7 @@ def test_ranks_that_use_different_parameters(world: World) -> None:
         once,
         world.of("branches", modes="random"),
         world.of("branches", modes="DHA", twice=False),
+        *(world.of("branches", modes=m, twice=False, update=u) for m in ("STREAM", "DFGB") for u in UPDATES),
     ):
         for got in other:
             assert got["hashes"] == once[0]["hashes"]
@@ -215,10 +226,24 @@ def test_ranks_that_use_different_parameters(world: World) -> None:
     assert float(state["optimizer"]["right.weight"]["step"]) == 2  # no rank used it in the last two steps
     assert state["optimizer"]["never.weight"] == {}
     twice = world.of("branches", modes="GFGB", twice=True)
-    for got in (*twice, *world.of("branches", modes="DHA", twice=True)):
+    for got in (
+        r for m in ("GFGB", "DHA", "STREAM", "DFGB") for r in world.of("branches", modes=m, twice=True)
+    ):
         assert got["hashes"] == twice[0]["hashes"]
     for name, value in twice[0]["state"]["model"].items():
         torch.testing.assert_close(value, state["model"][name], rtol=1e-2, atol=1e-3)
+
+
+@three
+def test_one_rank_may_evaluate_alone(world: World) -> None:
+    for modes in ("STREAM", "DFGB"):
+        ranks = world.of("alone_without_gradients", modes=modes)
+        for r in ranks:
+            assert same(r["plain"][0], ranks[0]["plain"][0])
+            assert same(r["often"][0], ranks[0]["plain"][0])
+        assert len(ranks[0]["often"][1]) == 6
+        assert ranks[0]["often"][1][1::2] == ranks[0]["plain"][1]
+        assert ranks[1]["often"][1] == []
 
 
 @three
@@ -323,6 +348,7 @@ def test_two_nodes_of_two_ranks(tmp_path: Path, cpu: mf.Runtime) -> None:
         {"modes": "GFGB", "micro": 2, "config": {"max_grad_norm": 0.1, "precision": "bf16"}},
     ]
     cases = [("parallel.cases:topology", {})] + [("train", {"steps": 3} | r) for r in runs]
+    cases += [("parallel.cases:one_more_forward", {"modes": "STREAM"})]
     results = launch(4, cases, tmp_path, MEMFERRY_RANKS_PER_NODE="2")
     assert results[0] == [(0, 2, 0, [0, 1]), (0, 2, 1, [0, 1]), (1, 2, 0, [2, 3]), (1, 2, 1, [2, 3])]
     for group in (results[1:3], results[3:5]):
@@ -331,6 +357,9 @@ def test_two_nodes_of_two_ranks(tmp_path: Path, cpu: mf.Runtime) -> None:
             assert got["losses"] == want["losses"]
             assert got["norms"] == want["norms"]
             assert same(got["state"], want["state"] | {"param_groups": got["state"]["param_groups"]})
+    for said in results[5]:
+        assert "rank 0 in another forward after 0 settled passes and 1 forwards" in said
+        assert "rank 1 in step after 0 settled passes and 1 forwards" in said
     torch.manual_seed(0)
     assert results[1][0]["losses"] == pytest.approx(train(steps=3)["losses"], rel=1e-5)
 

@@ -1,8 +1,9 @@
 """`memferry` with a model that trains in no time, on several ranks; one of them may be told to die.
 
 python -m parallel.train_tiny SIZE FOLDER WORD...    forks SIZE ranks that run `memferry WORD...`; each one's output goes to
-FOLDER/rank-N.txt, exit codes and the seconds from the death to the end to FOLDER/codes.json. With TINY_DIE="RANK STEP
-SECONDS" that rank is killed so many seconds after it began that step. Under torchrun: python -m parallel.train_tiny WORD...
+FOLDER/rank-N.txt, exit codes and the seconds from a death until the last rank was gone to FOLDER/codes.json. With
+TINY_DIE="RANK STEP SECONDS" that rank is killed so many seconds after it began that step; with TINY_LATE=SECONDS ranks
+other than 0 notice so much later. Under torchrun: python -m parallel.train_tiny WORD...
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from memferry_ascend import cli, runtime
+from memferry_ascend import cli, parallel, runtime
 from memferry_ascend.train import command, loop, options
 
 from .world import fork
@@ -34,12 +35,24 @@ def run(words: list[str]) -> int:
         rank, at, seconds = os.environ["TINY_DIE"].split()
         before = loop.Run._train_step
 
+        def die() -> None:
+            Path(os.environ["TINY_DIED"]).write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
         def step(self: Any) -> torch.Tensor:
             if self.world.rank == int(rank) and self.step == int(at):
-                threading.Timer(float(seconds), os.kill, (os.getpid(), signal.SIGKILL)).start()
+                threading.Timer(float(seconds), die).start()
             return before(self)
 
         loop.Run._train_step = step  # type: ignore[method-assign]
+    if "TINY_LATE" in os.environ:
+        ask = parallel.Ranks._ask_around
+
+        def late(self: parallel.Ranks) -> str:
+            time.sleep(float(os.environ["TINY_LATE"]) if self.rank else 0)
+            return ask(self)
+
+        parallel.Ranks._ask_around = late  # type: ignore[method-assign]
     if "TINY_FAIL" in os.environ:
 
         def fail(point: str) -> None:
@@ -54,9 +67,12 @@ def main() -> int:
     if "RANK" in os.environ:
         return run(sys.argv[1:])
     size, folder, words = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
-    began = time.monotonic()
+    died = folder / "died"
+    died.unlink(missing_ok=True)
+    os.environ["TINY_DIED"] = str(died)
     codes = fork(size, lambda _rank: run(words), [folder / f"rank-{r}.txt" for r in range(size)])
-    (folder / "codes.json").write_text(json.dumps({"codes": codes, "seconds": time.monotonic() - began}))
+    seconds = time.monotonic() - float(died.read_text()) if died.exists() else None
+    (folder / "codes.json").write_text(json.dumps({"codes": codes, "seconds": seconds}))
     return 0
 
 

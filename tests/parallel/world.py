@@ -32,7 +32,7 @@ ROWS = 24
 """Rows of a global batch: whole on 1, 2, 3 and 4 ranks."""
 
 
-HANG = 200
+HANG = 100
 """Seconds after which a rank prints where its threads are and gives up."""
 
 
