@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import batches, make_model, plan_of
+from harness import batches, make_model, plan_of, small_units
 from test_saving import same
 from torch import nn
 
@@ -24,7 +24,10 @@ BATCHES = batches(9)
 def ferry(model: nn.Module, mode: Mode) -> mf.Engine:
     runtime.init(backend="ascend")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    engine = mf.ferry(model, optimizer, plan=plan_of(model, mode), config=mf.Config(precision="bf16"))
+    with (
+        small_units()
+    ):  # one for each layer, so that training overtakes the writer in the middle of the model
+        engine = mf.ferry(model, optimizer, plan=plan_of(model, mode), config=mf.Config(precision="bf16"))
     assert isinstance(engine._jobs, NativeJobs)
     return engine
 
@@ -48,7 +51,7 @@ def test_a_save_has_what_was_handed_over_before_it_and_nothing_after(
         want.append(engine.state_dict())
     engine.close()
     add = torchfile.TorchFile.add
-    late = threading.Event()  # never set: every write is late, so that training overtakes the writer
+    late = threading.Event()  # never set: every write is late
 
     def slow_add(this: torchfile.TorchFile, tensor: torch.Tensor) -> Any:
         late.wait(0.002)
