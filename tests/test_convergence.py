@@ -36,8 +36,9 @@ def test_the_first_steps_are_the_same(name: str, clip: float | None, accumulate:
 @pytest.mark.parametrize(("name", "clip", "accumulate"), convergence.cases())
 def test_300_steps_end_at_the_same_loss(name: str, clip: float | None, accumulate: int) -> None:
     row = convergence.compare(name, clip, accumulate, steps=300)
-    # Plain PyTorch alone moves by 0.036 when max_grad_norm changes by a millionth (docs/benchmarks/convergence.json): a
-    # clipped run's norm is summed in another order here. Without clipping SGD, Adagrad and RMSprop are equal to the bit.
-    tolerance = 0.05 if clip is not None else 0.01 if name.startswith("Adam") else 0.0
+    # Without clipping SGD, Adagrad and RMSprop are equal to the bit, and the native Adam is within rounding of torch's.
+    # A clipped run's norm is summed in another order here; plain PyTorch alone ends up to 0.02 elsewhere when its limit
+    # changes by a millionth (docs/benchmarks/convergence.json).
+    tolerance = 0.04 if clip is not None else 0.02 if name.startswith("Adam") else 0.0
     assert row["ferry_loss"] == pytest.approx(row["plain_loss"], abs=tolerance, rel=0), row
     assert row["ferry_loss"] < row["first_loss"] - 1.0  # and it has learnt something
