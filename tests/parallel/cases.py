@@ -310,6 +310,20 @@ def link(modes: str) -> dict[str, int]:
     return {"up": by["download"], "down": by.get("upload", 0) + by.get("reload", 0)}
 
 
+def searched() -> dict[str, Any]:
+    """The plan is searched on a profile that says what connects the ranks, and is the same on all of them."""
+    model = make_model(4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = mf.ferry(model, optimizer, sample_batch=(rows_of(0),), config=mf.Config(precision="fp32"))
+    assert engine.profile is not None
+    engine.model(rows_of(0)).backward()
+    engine.optimizer.step()
+    engine.synchronize()
+    plan = [(x.name, str(x.mode), str(x.grad), str(x.update)) for x in engine.plan.layers]
+    engine.close()
+    return {"fabric": engine.profile.fabric, "plan": plan, "period": engine.plan.predicted_period}
+
+
 def topology() -> tuple[int, int, int, list[int]]:
     """How ranks see their nodes."""
     ranks = runtime.current().ranks

@@ -60,6 +60,8 @@ def _cases(size: int) -> list[tuple[str, dict[str, Any]]]:
     names = list(GROUPS)[: {2: 2, 3: len(GROUPS), 4: 1}[size]]  # all of them where it matters: three ranks
     out = [("train", {"steps": 3} | run) for name in names for run in GROUPS[name]]
     out += [(f"parallel.cases:{what}", {"modes": m}) for what in ("memory", "link") for m in Mode]
+    if size == 2:
+        out += [("parallel.cases:searched", {})]
     if size == 3:
         out += [
             ("parallel.cases:branches", {"modes": m, "update": u, "twice": t})
@@ -298,6 +300,17 @@ def test_edits_and_loading(world: World, cpu: mf.Runtime) -> None:
 def test_ranks_that_differ_are_told(world: World, what: str, named: str) -> None:
     for said in world.of("different", what=what):
         assert named in said
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+def test_a_searched_plan_knows_its_ranks(world: World) -> None:
+    ranks = world.of("searched")
+    assert all(r["plan"] == ranks[0]["plan"] and r["period"] == ranks[0]["period"] > 0 for r in ranks)
+    for r in ranks:
+        fabric = r["fabric"]
+        assert (fabric.ranks, fabric.nodes) == (2, 1)
+        assert 0 < fabric.latency < 10 and fabric.bandwidth > 0
+    assert {x[2:] for x in ranks[0]["plan"]} == {("stage", "host")}
 
 
 @three
