@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from memferry_ascend import profile_plan, sizes
 from memferry_ascend.config import Config
 from memferry_ascend.errors import ConfigError, FerryError
-from memferry_ascend.planner import Plan, Profile
+from memferry_ascend.planner import FabricProfile, Plan, Profile
 from memferry_ascend.train.models import PRESETS, build, shape_of
 
 Run = Callable[[argparse.Namespace], tuple[int, dict[str, Any]]]
@@ -53,8 +54,9 @@ def register_profile(parser: argparse.ArgumentParser) -> Run:
 
 
 def run_profile(arguments: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Prints the profile as a table unless --json. Returns 0 and the profile with the notes of its measurement."""
-    from memferry_ascend import profiler, runtime
+    """Prints the profile as a table unless --json. Returns 0 and the profile with the notes of its measurement. Under
+    torchrun rank 0 speaks, and the profile says what connects the ranks."""
+    from memferry_ascend import fabricprobe, profiler, runtime
 
     config = Config(
         precision=arguments.precision, device_memory=arguments.device_memory, threads=arguments.threads
@@ -63,11 +65,16 @@ def run_profile(arguments: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     rt = runtime.init(arguments.topology, arguments.backend)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     measured = profiler.profile(model, optimizer, batch, rt, config, refresh=arguments.refresh)
+    measured.profile = fabricprobe.with_ranks(measured.profile, rt)
+    if rt.rank:
+        return 0, {}
     if arguments.out is not None:
         measured.profile.save(arguments.out)
     if not arguments.json:
         console = Console(highlight=False)
         console.print(profiler.describe(measured), markup=False, soft_wrap=True)
+        if measured.profile.fabric is not None:
+            console.print(str(measured.profile.fabric), markup=False)
         console.print("kept from an earlier measurement" if measured.cached else "measured now")
         if arguments.out is not None:
             console.print(
@@ -118,6 +125,14 @@ def register_plan(parser: argparse.ArgumentParser) -> Run:
     )
     parser.add_argument("--update", default="step", metavar="step|backward", help="default: step")
     parser.add_argument(
+        "--ranks", type=int, metavar="N", help="predict for N ranks of one node (default: the profile's)"
+    )
+    parser.add_argument(
+        "--fabric",
+        metavar="GB/S,US",
+        help="with --ranks: bandwidth and latency of a rank's collectives, as in 170,26",
+    )
+    parser.add_argument(
         "--set",
         action="append",
         default=[],
@@ -136,7 +151,7 @@ def run_plan(arguments: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if arguments.reserve is not None and not 0 <= arguments.reserve <= 1:
         raise ConfigError(f"--reserve must be from 0 to 1, not {arguments.reserve}")
     try:
-        profile = Profile.load(arguments.profile)
+        profile = _for_ranks(Profile.load(arguments.profile), arguments.ranks, arguments.fabric)
         budget = None if arguments.device_memory is None else sizes.parse(arguments.device_memory)
         plan = profile_plan.plan_profile(
             profile,
@@ -176,11 +191,34 @@ def run_plan(arguments: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             )
     result = {
         **plan.to_json(),
+        "ranks": profile.fabric.world if profile.fabric is not None else 1,
         "critical": timeline.critical,
         "busy": timeline.busy,
         "critical_path": timeline.critical_path,
     }
     return 0, result if difference is None else {**result, "compared": difference}
+
+
+def _for_ranks(profile: Profile, ranks: int | None, fabric: str | None) -> Profile:
+    """The profile with as many ranks, connected as `fabric` or the profile itself says."""
+    if ranks is None and fabric is None:
+        return profile
+    known = profile.fabric
+    count = ranks if ranks is not None else known.ranks if known is not None else 1
+    if count == 1:
+        return replace(profile, fabric=None)
+    if fabric is None:
+        if known is None:
+            raise ConfigError(
+                f"--ranks {count}: the profile says nothing about a fabric; pass --fabric GB/S,US, or measure it with "
+                f"torchrun --nproc-per-node {count} -m memferry_ascend profile"
+            )
+        return replace(profile, fabric=replace(known, ranks=count))
+    try:
+        bandwidth, latency = map(float, fabric.split(","))
+    except ValueError as e:
+        raise ConfigError(f"--fabric must be GB/S,US, such as 170,26, not {fabric!r}") from e
+    return replace(profile, fabric=FabricProfile(count, bandwidth * 1e9, latency * 1e-6))
 
 
 def _assignment(text: str) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from memferry_ascend.backends.base import Backend, Compute, Event, Stream
 from memferry_ascend.errors import FerryError, PeerError
-from memferry_ascend.parallel import Ranks
+from memferry_ascend.parallel import LOOK, Ranks
 from memferry_ascend.worker import Worker
 
 
@@ -105,7 +105,8 @@ class Lane:
         if self._backend.device.type == "cpu" or self._ranks.staged:
             future = work.get_future()
             future.add_done_callback(lambda _f: self._worker.notify())
-            self._worker.wait_for(lambda: future.done() or self._closing)
+            while not self._worker.wait_for(lambda: future.done() or self._closing, LOOK):
+                self._ranks.look()
             if not future.done():
                 raise Abandoned("the engine was closed while other ranks were still to come")
         work.wait()

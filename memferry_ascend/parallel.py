@@ -28,6 +28,12 @@ PATIENCE = 5.0
 """Seconds that ranks give each other to say they are alive once one of them has found a peer missing, and that the rank
 that holds the store gives the others to read what it knows."""
 
+LOOK = 1.0
+"""Seconds of waiting for a collective after which a rank looks whether another has failed: a collective may wait for a
+rank that is alive and has given up."""
+
+_FAILED = "memferry/failed"
+
 COLLECTIVES = "MEMFERRY_COLLECTIVES"
 """Environment variable: "gloo" sends device tensors through host memory (slow; for ranks that share a device)."""
 
@@ -118,13 +124,13 @@ class Ranks:
         """Sums over all ranks, in float64."""
         t = torch.tensor(values, dtype=torch.float64)
         with self.explained():
-            dist.all_reduce(t, group=self.main)
+            self.wait(dist.all_reduce(t, group=self.main, async_op=True))
         return [float(x) for x in t]
 
     def barrier(self) -> None:
         """Every rank has come this far."""
         with self.explained():
-            dist.barrier(group=self.main)
+            self.wait(dist.barrier(group=self.main, async_op=True))
 
     def concatenate(self, piece: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Pieces of a flat CPU tensor, `counts[i]` elements from local rank i, put together on every rank."""
@@ -135,8 +141,17 @@ class Ranks:
         padded[: piece.numel()].copy_(piece)
         out = torch.empty(most * self.local, dtype=piece.dtype)
         with self.explained():
-            _all_gather_single(out.view(torch.uint8), padded.view(torch.uint8), group=self.near)
+            parts = out.view(torch.uint8), padded.view(torch.uint8)
+            self.wait(_all_gather_single(*parts, group=self.near, async_op=True))
         return torch.cat([out[i * most : i * most + n] for i, n in enumerate(counts)])
+
+    def wait(self, work: Any) -> None:
+        """Block until a collective's result is there."""
+        done = threading.Event()
+        work.get_future().add_done_callback(lambda _future: done.set())
+        while not done.wait(LOOK):
+            self.look()
+        work.wait()
 
     # -- the lane's thread ---------------------------------------------------------------------------------------------
     def all_to_all(
@@ -185,6 +200,11 @@ class Ranks:
         return out
 
     # -- failures ------------------------------------------------------------------------------------------------------
+    def look(self) -> None:
+        """Raise if another rank has said that it stops."""
+        if _store().check([_FAILED]):
+            raise RuntimeError("another rank has stopped")
+
     def explained(self) -> _Explained:
         """A block in which torch.distributed's errors become one that says who failed and why."""
         return _Explained(self)
@@ -195,7 +215,9 @@ class Ranks:
             return
         text = " ".join(str(error).split()) or type(error).__name__
         try:
-            _store().compare_set("memferry/cause", "", f"rank {self.rank}: {text}"[:2000])
+            store = _store()
+            store.compare_set("memferry/cause", "", f"rank {self.rank}: {text}"[:2000])
+            store.set(_FAILED, "1")
         except Exception:
             return  # the store went with rank 0: its peers will say so
 
@@ -222,6 +244,7 @@ class Ranks:
         try:
             store = _store()
             store.set(f"memferry/alive/{self.rank}", "1")
+            store.set(_FAILED, "1")
             gone = _missing(store, "memferry/alive/", others)
             if store.check(["memferry/cause"]):
                 cause = f"; first cause: {store.get('memferry/cause').decode()}"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memferry_ascend import budget, profile_plan, profiler
+from memferry_ascend import budget, fabricprobe, profile_plan, profiler
 from memferry_ascend.backends.base import Backend
 from memferry_ascend.config import Config
 from memferry_ascend.errors import ConfigError, FerryError
@@ -100,7 +100,8 @@ def choose_plan(
             rules = keep_by_reserve(rules, layers, runtime.backend, config.reserve)
         return None, rules
     measured = profiler.measure(model, layers, optimizer, runtime, config, sample_batch)
-    return measured.profile, measured_plan(measured.profile, layers, config, runtime.backend)
+    profile = fabricprobe.with_ranks(measured.profile, runtime)
+    return profile, measured_plan(profile, layers, config, runtime.backend)
 
 
 def measured_plan(profile: Profile, layers: list[Layer], config: Config, backend: Backend) -> Plan:

@@ -15,6 +15,7 @@ from memferry_ascend import sizes
 from memferry_ascend.errors import FerryError
 from memferry_ascend.layers import LARGEST_UNIT, SMALLEST_UNIT, TINY
 from memferry_ascend.limits import RING_SLOTS
+from memferry_ascend.placement import exchanged
 from memferry_ascend.planner import (
     Grad,
     LayerPlan,
@@ -70,8 +71,9 @@ def plan_profile(
             return _search(narrowed, device_memory, update, accumulate)
         if planner != "paper":
             raise FerryError(f'planner: expected "search" or "paper", found {planner!r}')
-        plan = plan_backward(narrowed, plan_forward(narrowed))
-        if reserve is not None:
+        one = narrowed.as_one()
+        plan = plan_backward(one, plan_forward(one))
+        if reserve is not None and profile.fabric is None:
             plan = plan_gradients(narrowed, reserve, plan)
         plan = finish(narrowed, runnable(narrowed, plan), update, accumulate)
     except ValueError as e:
@@ -117,9 +119,9 @@ def _search(profile: Profile, budget: int | None, update: str, accumulate: int) 
             f"device_memory {sizes.fmt(budget or 0)} ({budget} bytes): the smallest plan found needs {least} bytes in "
             "whole units; allow that much, or make the batch smaller"
         )
-    rivals = [plan]
+    rivals, one = [plan], profile.as_one()
     for name, other in (
-        ("the paper's plan", plan_backward(profile, plan_forward(profile))),
+        ("the paper's plan", plan_backward(one, plan_forward(one))),
         ("", host_reads_where_faster(profile)),
         ("all GFGB", all_of(profile, Mode.GFGB)),
     ):
@@ -147,7 +149,7 @@ def _preferred(plans: Sequence[Plan]) -> Plan:
 def host_reads_where_faster(profile: Profile) -> Plan:
     """DHA for each layer whose passes from host memory take no longer than its copy and its passes on the device."""
     chosen = []
-    for x in profile.layers:
+    for x in profile.as_one().layers:
         gain = x.t_trans + x.t_fp + x.t_bp - x.t_fp_dha - x.t_bp_dha
         if gain >= 0:
             decided = LayerPlan(x.name, Mode.DHA, why=f"host reads beat copy and compute by {gain:.3g} s")
@@ -170,15 +172,18 @@ def all_of(profile: Profile, mode: Mode) -> Plan:
 
 
 def narrow(profile: Profile, direct_kinds: Collection[str]) -> Profile:
-    """The profile without what the engine cannot do: direct gradients of other kinds, and host reads of a tied
-    parameter by all its readers unless that was measured faster than its copy and reads on the device."""
+    """The profile without what the engine cannot do: direct gradients of other kinds or of several ranks, and host
+    reads of a tied parameter by all its readers unless that was measured faster than its copy and reads on the device."""
     layers = list(profile.layers)
+    if profile.fabric is not None:
+        direct_kinds = ()
     for i, x in enumerate(layers):
         if "*" not in direct_kinds and x.kind not in direct_kinds:
             layers[i] = replace(x, t_bp_grad_direct=float("inf"))
+    one = profile.as_one().layers
     for group in tied_groups(profile):
         on_host = sum(layers[i].t_fp_dha + layers[i].t_bp_dha for i in group)
-        copied = layers[group[0]].t_trans + sum(layers[i].t_fp + layers[i].t_bp for i in group)
+        copied = one[group[0]].t_trans + sum(layers[i].t_fp + layers[i].t_bp for i in group)
         if not on_host < copied:
             for i in group:
                 layers[i] = replace(layers[i], t_fp_dha=float("inf"), t_bp_dha=float("inf"))
@@ -258,6 +263,8 @@ def _in_flight(units: Profile) -> int:
 
 def predict(profile: Profile, plan: Plan, update: str = "step") -> Timeline:
     """What the engine is expected to do with `plan`, unit by unit. Raises ValueError when they do not fit together."""
+    if profile.fabric is not None:
+        plan = exchanged(plan)
     plan = ordered(plan, [x.name for x in profile.layers])
     return simulate(*grouped(profile, plan), update, slots=RING_SLOTS)
 

@@ -97,13 +97,15 @@ class Worker:
         with self._cond:
             self._cond.notify_all()
 
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Block until `condition()` holds; raises what a job raised. Conditions are plain reads."""
+    def wait_for(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Block until `condition()` holds, or so many seconds, and return whether it does; raises what a job raised.
+        Conditions are plain reads."""
         if condition() and self.error is None:
-            return
+            return True
         with self._cond:
-            self._cond.wait_for(lambda: self.error is not None or condition())
+            holds = self._cond.wait_for(lambda: self.error is not None or condition(), seconds)
             self._raise()
+            return holds
 
     def drain(self) -> None:
         """Block until every job queued so far is done."""

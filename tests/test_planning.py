@@ -19,7 +19,7 @@ import memferry_ascend as mf
 from memferry_ascend import cli, planning, profile_plan, profiler, runtime
 from memferry_ascend.backends.cpu import CpuBackend
 from memferry_ascend.layers import collect, units
-from memferry_ascend.planner import Grad, LayerPlan, Mode, Plan, Profile, Update, simulate
+from memferry_ascend.planner import FabricProfile, Grad, LayerPlan, Mode, Plan, Profile, Update, simulate
 
 FP32 = mf.Config(precision="fp32")
 
@@ -336,6 +336,9 @@ def test_bad_profiles_name_the_layer_and_the_field(
         (["--update", "never"], "--update must be"),
         (["--planner", "guess"], 'expected "search" or "paper"'),
         (["--compare", "/no/such"], "No such file"),
+        (["--ranks", "4"], "the profile says nothing about a fabric; pass --fabric"),
+        (["--ranks", "4", "--fabric", "fast"], "--fabric must be GB/S,US"),
+        (["--ranks", "0", "--fabric", "1,1"], "ranks must be a whole number >= 1"),
     ],
 )
 def test_bad_requests_are_one_sentence(
@@ -345,6 +348,27 @@ def test_bad_requests_are_one_sentence(
     code, out, err = run(capsys, "plan", "--profile", str(tmp_path / "p.json"), *words)
     assert (code, out) == (2, "")
     assert message in err and err.count("\n") == 1
+
+
+def test_a_plan_for_several_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    profile = profile_of(layer("a"), layer("b"))
+    profile.save(tmp_path / "p.json")
+
+    def planned(*words: str) -> dict[str, Any]:
+        code, text, err = run(capsys, "plan", "--profile", str(tmp_path / "p.json"), *words, "--json")
+        assert code == 0, err
+        found: dict[str, Any] = json.loads(text)
+        return found
+
+    one, four = planned(), planned("--ranks", "4", "--fabric", "170,26")
+    assert (one["ranks"], four["ranks"]) == (1, 4)
+    assert "fabric" not in one["busy"]
+    assert four["busy"]["host"] == pytest.approx(one["busy"]["host"] / 4)
+    assert four["busy"]["fabric"] > 0
+    replace(profile, fabric=FabricProfile(2, 170e9, 26e-6)).save(tmp_path / "p.json")
+    assert planned()["ranks"] == 2
+    assert planned("--ranks", "4") == four
+    assert planned("--ranks", "1") == one
 
 
 def test_what_the_engine_does_not_run_is_said() -> None:

@@ -1,6 +1,7 @@
 """Profiles, plans, the paper's algorithms, the simulator and the search. Everything here is pure."""
 
 from memferry_ascend.planner.backward import plan_backward
+from memferry_ascend.planner.fabric import FabricProfile
 from memferry_ascend.planner.forward import plan_forward
 from memferry_ascend.planner.gradients import plan_gradients
 from memferry_ascend.planner.memory import DeviceBytes, device_bytes, host_bytes
@@ -12,6 +13,7 @@ from memferry_ascend.planner.simulator import Timeline, simulate
 
 __all__ = [
     "DeviceBytes",
+    "FabricProfile",
     "Grad",
     "LayerPlan",
     "LayerProfile",

@@ -27,15 +27,16 @@ class Estimate:
         self.profile, self.slots = profile, slots
         count = len(profile.layers)
         self.stores = [(i,) if o == i else (i, o) for i, o in enumerate(profile.owners)]
-        self.own_time = [x.t_trans * f for x, f in zip(profile.layers, profile.own_fraction, strict=True)]
+        self.own_time = profile.copy_times
         self.has_gradient = [
             x.trainable and (profile.own_bytes[i] > 0 or profile.owners[i] == i)
             for i, x in enumerate(profile.layers)
         ]
         self.update_time = [
-            x.t_update * f if g else 0.0
-            for x, f, g in zip(profile.layers, profile.own_fraction, self.has_gradient, strict=True)
+            t if g else 0.0 for t, g in zip(profile.update_times, self.has_gradient, strict=True)
         ]
+        self.exchange = [profile.exchange_time(i) for i in range(count)]
+        self.gather = [profile.gather_time(n) for n in profile.own_bytes]
         self.device_time = [
             x.device_update_time * f if g else 0.0
             for x, f, g in zip(profile.layers, profile.own_fraction, self.has_gradient, strict=True)
@@ -77,7 +78,7 @@ class Estimate:
             if decision[0] is _GFGB:
                 resident[i] = resident[owners[i]] = True
         updated = [0.0] * count
-        host = compute = link = 0.0
+        host = compute = link = fabric = 0.0
         for s in self.need_order:
             if chosen[s][2] is _DEVICE:
                 compute += self.device_time[s]
@@ -92,16 +93,18 @@ class Estimate:
             mode = chosen[i][0]
             ready = compute
             if mode is _GFGB or mode is _STREAM:
-                missing = 0.0
+                missing, nbytes = 0.0, 0
                 for s in stores[i]:
                     if not resident[s]:
                         missing += own_time[s]
+                        nbytes += own_bytes[s]
                         if updated[s] > link and mode is _STREAM:
                             link = updated[s]
                     elif own_bytes[s] and self.has_gradient[s] and chosen[s][2] is not _DEVICE:
                         end = uploaded[s]
                         if end is None:
-                            end = link = (link if link > updated[s] else updated[s]) + own_time[s]
+                            link = (link if link > updated[s] else updated[s]) + own_time[s]
+                            end = fabric = (fabric if fabric > link else link) + self.gather[s]
                             uploaded[s] = end
                         if end > ready:
                             ready = end
@@ -111,8 +114,10 @@ class Estimate:
                     ring += 1
                     if link > 0.0 or ring > slots:  # else frozen: the iteration before may have fetched it
                         link += missing
-                    if link > ready:
-                        ready = link
+                        fabric = (fabric if fabric > link else link) + profile.gather_time(nbytes)
+                    loaded = fabric if fabric > link else link
+                    if loaded > ready:
+                        ready = loaded
             else:
                 for s in stores[i]:
                     if updated[s] > ready:
@@ -121,7 +126,7 @@ class Estimate:
             if mode is _STREAM:
                 freed.append(compute)
             compute += layer.t_gap_fp
-        return self._backward(chosen, costs, resident, updated, freed, compute, link)
+        return self._backward(chosen, costs, resident, updated, freed, compute, link, fabric)
 
     def _backward(
         self,
@@ -132,6 +137,7 @@ class Estimate:
         freed: list[float],
         compute: float,
         link: float,
+        fabric: float,
     ) -> float:
         own_bytes, own_time, stores = self.profile.own_bytes, self.own_time, self.stores
         layers, slots = self.profile.layers, self.slots
@@ -139,16 +145,19 @@ class Estimate:
         staged: list[tuple[int, float]] = []  # bytes and end of download, those that may still be in the way
         in_flight, oldest = 0, 0
         ring, up = len(freed), 0.0
+        one = self.profile.fabric is None
+        exchanged = 0.0  # apart from the gathers: a lower bound
         copied: set[int] = set()
         for i in reversed(range(len(layers))):
             mode = chosen[i][0]
             _, seconds, stages, _ = costs[i]
             compute += layers[i].t_gap_bp
             if mode is _STREAM or mode is _DFGB:
-                missing, wait, any_updated = 0.0, 0.0, False
+                missing, nbytes, wait, any_updated = 0.0, 0, 0.0, False
                 for s in stores[i]:
                     if not resident[s] and (mode is _STREAM or s not in copied):
                         missing += own_time[s]
+                        nbytes += own_bytes[s]
                         any_updated = any_updated or self.has_gradient[s]
                         wait = max(wait, updated[s])
                         if mode is _DFGB:
@@ -159,8 +168,9 @@ class Estimate:
                     ring += 1
                 if mode is _STREAM or any_updated:
                     link = max(link, wait) + missing
-                    if link > compute:
-                        compute = link
+                    fabric = max(fabric, link) + self.profile.gather_time(nbytes)
+                    if fabric > compute:
+                        compute = fabric
             if stages:
                 in_flight += own_bytes[i]
                 while in_flight > room:
@@ -174,9 +184,10 @@ class Estimate:
                 freed.append(compute)
             for s in self.final_at[i]:
                 if costs[s][3]:
-                    up = (compute if compute > up else up) + self.download[s]
+                    exchanged = (compute if compute > exchanged else exchanged) + self.exchange[s]
+                    up = (exchanged if exchanged > up else up) + self.download[s]
                     if s == i and stages:
-                        staged.append((own_bytes[i], up))
+                        staged.append((own_bytes[i], up if one else exchanged))
         return compute if compute > up else up
 
     def busy(self, chosen: Sequence[Decision]) -> float:
@@ -185,7 +196,7 @@ class Estimate:
         for i, decision in enumerate(chosen):
             if decision[0] is _GFGB:
                 resident[i] = resident[self.profile.owners[i]] = True
-        compute = host = down = up = 0.0
+        compute = host = down = up = fabric = 0.0
         copied: set[int] = set()
         for i, decision in enumerate(chosen):
             layer, (mode, _, update) = self.profile.layers[i], decision
@@ -196,12 +207,16 @@ class Estimate:
                     compute += self.device_time[i]
                 else:
                     host += self.update_time[i]
-                    down += self.own_time[i] if resident[i] and self.profile.own_bytes[i] else 0.0
-                    up += self.download[i] if downloads else 0.0
+                    if resident[i] and self.profile.own_bytes[i]:
+                        down += self.own_time[i]
+                        fabric += self.gather[i]
+                    if downloads:
+                        up += self.download[i]
+                        fabric += self.exchange[i]
             for s in self.stores[i]:
                 if mode is _STREAM and not resident[s]:
                     down += 2 * self.own_time[s]
                 elif mode is _DFGB and not resident[s] and s not in copied and self.has_gradient[s]:
                     copied.add(s)
                     down += self.own_time[s]
-        return max(compute, host, down, up)
+        return max(compute, host, down, up, fabric)

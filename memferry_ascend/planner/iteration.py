@@ -18,11 +18,12 @@ from memferry_ascend.planner.memory import (
     staging_bytes,
     writes_directly,
 )
-from memferry_ascend.planner.plan import Mode, Update
+from memferry_ascend.planner.plan import Grad, Mode, Update
 from memferry_ascend.planner.profile import LayerProfile, Profile
 
-COMPUTE, H2D, D2H, HOST = range(4)
-RESOURCES = ("compute", "h2d", "d2h", "host")
+COMPUTE, H2D, D2H, HOST, FABRIC = range(5)
+RESOURCES = ("compute", "h2d", "d2h", "host", "fabric")
+"""The last one only where there are several ranks."""
 URGENT, PATIENT = 0, 1
 UPDATES = ("step", "backward")
 
@@ -37,8 +38,13 @@ def capacity_of(profile: Profile) -> Capacity:
 
 def check_decisions(profile: Profile, chosen: Sequence[Decision]) -> None:
     """Raise ValueError naming the first layer whose decision the profile says cannot be run."""
-    for i, (layer, (mode, _, _)) in enumerate(zip(profile.layers, chosen, strict=True)):
+    for i, (layer, (mode, grad, update)) in enumerate(zip(profile.layers, chosen, strict=True)):
         owner = profile.owners[i]
+        if profile.fabric is not None and (grad is not Grad.STAGE or update is not Update.HOST):
+            raise ValueError(
+                f"layer {layer.name!r}: several ranks exchange gradients, which are staged and updated on the host, "
+                f"found grad {grad}, update {update}"
+            )
         if mode in (Mode.DHA, Mode.DFGB) and not layer.dha_usable:
             raise ValueError(
                 f"layer {layer.name!r}: mode {mode} reads host memory, but t_fp_dha is inf (not usable)"
@@ -72,15 +78,13 @@ def backward_time(profile: Profile, i: int, decision: Decision) -> float:
 
 
 def download_time(profile: Profile, i: int) -> float:
-    """Seconds to bring the layer's own gradient to the host, alone on the link; 0 when it has none."""
-    own = profile.own_bytes[i]
+    """Seconds to bring a rank's part of the layer's own gradient to the host, alone on the link; 0 when it has none."""
+    own = profile.own_bytes[i] / profile.shards
     return profile.link.latency + own / profile.link.d2h if own and profile.layers[i].trainable else 0.0
 
 
 class Iteration:
     """Builds the Template of one iteration of `chosen` on `profile`; `.template` is the result."""
-
-    servers = len(RESOURCES)
 
     def __init__(
         self, profile: Profile, chosen: Sequence[Decision], update: str = "step", slots: int = SLOTS
@@ -90,7 +94,8 @@ class Iteration:
         self.capacity = capacity_of(profile)
         self.resident = resident_owners(profile, chosen)
         self.count = len(profile.layers)
-        self.template = Template(servers=self.servers)
+        self.resources = RESOURCES if profile.fabric is not None else RESOURCES[:FABRIC]
+        self.template = Template(servers=len(self.resources))
         self.updated: dict[int, int] = {}  # store -> its update
         self.loaded: dict[int, list[int]] = {}  # layer -> copies its forward waits for
         self.reloaded: dict[int, int] = {}  # layer -> copy its backward waits for
@@ -127,11 +132,15 @@ class Iteration:
     def _copy(
         self, seconds: float, rank: int, what: str, layer: int, after: Sequence[int], nbytes: int
     ) -> int:
-        """A copy down; with update="step" copies go strictly in order of need, so nothing overtakes."""
+        """A copy down; with update="step" copies go strictly in order of need, so nothing overtakes. Of several ranks
+        each copies its part of the bytes, and the rest is gathered behind it."""
         waits = [*after, *(self.copies[-1:] if self.by_step else ())]
-        task = self._add(H2D, seconds, (rank, len(self.copies)), (what, layer), waits, (nbytes, 0.0, nbytes))
+        mine, place = nbytes / self.profile.shards, (rank, len(self.copies))
+        task = self._add(H2D, seconds, place, (what, layer), waits, (mine, 0.0, mine))
         self.copies.append(task)
-        return task
+        if self.profile.fabric is None:
+            return task
+        return self._add(FABRIC, self.profile.gather_time(nbytes), place, ("gather", layer), [task])
 
     def _has_gradient(self, store: int) -> bool:
         return self.profile.layers[store].trainable and (
@@ -143,9 +152,9 @@ class Iteration:
         for store, layer in enumerate(self.profile.layers):
             if not self._has_gradient(store) or self.chosen[store][2] is Update.DEVICE:
                 continue
-            elements = self.profile.own_bytes[store] // layer.itemsize
+            elements = self.profile.own_bytes[store] // layer.itemsize / self.profile.shards
             traffic = elements * (24 + layer.itemsize)  # moments and master read and written, gradient read
-            seconds = layer.t_update * self.profile.own_fraction[store]
+            seconds = self.profile.update_times[store]
             needed = self._first_reader(store)
             rank = (URGENT, needed * self.count + store)
             self.updated[store] = self._add(HOST, seconds, rank, ("update", store), (), (0.0, 0.0, traffic))
@@ -154,7 +163,7 @@ class Iteration:
         return self.profile.readers[store][0] if self.profile.owners[store] == store else store
 
     def _own_time(self, store: int) -> float:
-        return self.profile.layers[store].t_trans * self.profile.own_fraction[store]
+        return self.profile.copy_times[store]
 
     def _stores(self, layer: int) -> list[int]:
         """What the layer reads: its own store, and the owner's of the parameter it shares."""
@@ -190,7 +199,7 @@ class Iteration:
         seconds = sum(self._own_time(s) for s in stores)
         rank = rank if waits else PATIENT  # what is frozen can be fetched any time
         task = self._copy(seconds, rank, what, layer, waits, sum(self.profile.own_bytes[s] for s in stores))
-        self.ring.append(task)
+        self.ring.append(self.copies[-1])
         return task
 
     def _add_backward_copies(self) -> None:
@@ -285,10 +294,16 @@ class Iteration:
         direct = writes_directly(self.profile, store, self.chosen[store])
         if self.chosen[store][2] is Update.DEVICE or direct or seconds == 0:
             return
-        rank, label = (URGENT, len(self.gradients)), ("download", store)
-        self.gradients[store] = self._add(D2H, seconds, rank, label, [backward], (0.0, own, own))
+        rank, label, mine = (URGENT, len(self.gradients)), ("download", store), own / self.profile.shards
+        if self.profile.fabric is not None:
+            order = (PATIENT, len(self.gradients))
+            backward = self._add(
+                FABRIC, self.profile.exchange_time(store), order, ("exchange", store), [backward]
+            )
+        self.gradients[store] = self._add(D2H, seconds, rank, label, [backward], (0.0, mine, mine))
         if stages(self.profile, store, self.chosen[store]):
-            self.staged.append((own, self.gradients[store]))
+            gone = self.gradients[store] if self.profile.fabric is None else backward
+            self.staged.append((own, gone))
 
     def _close(self) -> None:
         """Tie iterations together: barrier, gradients before updates, slots freed before filled."""

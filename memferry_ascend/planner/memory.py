@@ -22,7 +22,7 @@ class DeviceBytes:
 
     base: activations, buffers, workspace. resident: parameters of GFGB and DFGB layers. ring: slots of
     STREAM. kept: gradients that stay on the device. staged: short-lived gradients. state: what device
-    updates need beside the parameters.
+    updates need beside the parameters. exchange: buffers of the collectives of several ranks.
     """
 
     base: int
@@ -31,11 +31,12 @@ class DeviceBytes:
     kept: int
     staged: int
     state: int
+    exchange: int = 0
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.base + self.resident + self.ring + self.kept + self.staged + self.state
+        return self.base + self.resident + self.ring + self.kept + self.staged + self.state + self.exchange
 
 
 def decisions(plan: Plan) -> list[Decision]:
@@ -114,7 +115,19 @@ def device_bytes(
         kept=kept,
         staged=STAGED * largest + shared,
         state=state,
+        exchange=_exchange_bytes(profile, chosen),
     )
+
+
+def _exchange_bytes(profile: Profile, chosen: Sequence[Decision]) -> int:
+    """What is sent and received of the largest gradient, two results of it, and a landing place for loads."""
+    if profile.fabric is None:
+        return 0
+    gradient = max(
+        (n for n, x in zip(profile.own_bytes, profile.layers, strict=True) if x.trainable), default=0
+    )
+    moving = (n for n, x in zip(profile.own_bytes, chosen, strict=True) if x[0] in (Mode.DFGB, Mode.STREAM))
+    return 2 * gradient + 2 * -(-gradient // profile.shards) + max(moving, default=0)
 
 
 def host_bytes(profile: Profile, plan: Plan, *, state_bytes: int = STATE_BYTES) -> int:

@@ -28,12 +28,12 @@ class Choices:
                 if layer.dha_backward_usable:
                     modes.append(Mode.DHA)
             grads = [Grad.STAGE]
-            if layer.trainable and profile.own_bytes[i] > 0:
+            if layer.trainable and profile.own_bytes[i] > 0 and profile.fabric is None:
                 grads.append(Grad.KEEP)
                 if layer.direct_usable and not profile.tied[i]:
                     grads.append(Grad.DIRECT)
             found = [(mode, grad, Update.HOST) for mode in modes for grad in grads]
-            if device_updates and layer.trainable:
+            if device_updates and layer.trainable and profile.fabric is None:
                 found.append((Mode.GFGB, Grad.KEEP, Update.DEVICE))
             self.options.append(tuple(found))
         self._allowed = [frozenset(x) for x in self.options]

@@ -6,11 +6,12 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from numbers import Real
 from typing import Any
 
+from memferry_ascend.planner.fabric import FabricProfile
 from memferry_ascend.planner.files import check_document, check_items, read_json, write_json
 
 FORMAT_VERSION = 1
@@ -158,12 +159,15 @@ class Profile:
     """Everything the planner knows about a model on a machine.
 
     layers: in forward execution order, at least one. base_bytes: device bytes for activations, buffers and
-    workspace, whatever the plan. Raises ValueError on no layer, a repeated name, or `shares` naming no owner.
+    workspace, whatever the plan. fabric: what connects several ranks; None = one rank. Times are of whole
+    layers, with the link and the share of the host's cores that one rank has. Raises ValueError on no layer,
+    a repeated name, or `shares` naming no owner.
     """
 
     layers: tuple[LayerProfile, ...]
     link: LinkProfile
     base_bytes: int = 0
+    fabric: FabricProfile | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -224,6 +228,55 @@ class Profile:
             for i, x in enumerate(self.layers)
         )
 
+    @property
+    def shards(self) -> int:
+        """Ranks that share every layer's copies and update."""
+        return 1 if self.fabric is None else self.fabric.ranks
+
+    @cached_property
+    def copy_times(self) -> tuple[float, ...]:
+        """Per layer, seconds in which a rank brings its part of what the layer owns over its own link."""
+        if self.shards == 1:
+            return tuple(x.t_trans * f for x, f in zip(self.layers, self.own_fraction, strict=True))
+        latency = self.link.latency
+        return tuple(
+            (min(x.t_trans, latency) + max(0.0, x.t_trans - latency) / self.shards) * f
+            for x, f in zip(self.layers, self.own_fraction, strict=True)
+        )
+
+    @cached_property
+    def update_times(self) -> tuple[float, ...]:
+        """Per layer, seconds in which a rank updates its part of what the layer owns."""
+        return tuple(
+            x.t_update * f / self.shards for x, f in zip(self.layers, self.own_fraction, strict=True)
+        )
+
+    def gather_time(self, nbytes: float) -> float:
+        """Seconds after a rank's copy until all of it is on the device."""
+        return self.fabric.gather(nbytes) if self.fabric is not None and nbytes else 0.0
+
+    def exchange_time(self, i: int) -> float:
+        """Seconds between the layer's own gradient and its sum over ranks; 0 when it has none."""
+        own = self.own_bytes[i]
+        if self.fabric is None or not own or not self.layers[i].trainable:
+            return 0.0
+        return self.fabric.exchange(own, self.layers[i].itemsize)
+
+    def as_one(self) -> Profile:
+        """A profile for algorithms that know one rank: the fabric counts as a part of the link."""
+        if self.fabric is None:
+            return self
+        layers = tuple(
+            replace(
+                x,
+                t_trans=(self.copy_times[i] / f if (f := self.own_fraction[i]) else x.t_trans)
+                + self.gather_time(x.bytes),
+                t_update=x.t_update / self.shards,
+            )
+            for i, x in enumerate(self.layers)
+        )
+        return replace(self, layers=layers, fabric=None)
+
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
         """Per layer, the positions of all layers reading what it owns, in order; empty if it shares."""
@@ -239,11 +292,13 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict. Infinite times become the string "inf", because JSON has no infinity."""
+        fabric = {} if self.fabric is None else {"fabric": self.fabric.to_json()}
         return {
             "format": "memferry profile",
             "version": FORMAT_VERSION,
             "base_bytes": self.base_bytes,
             "link": {f.name: getattr(self.link, f.name) for f in fields(LinkProfile)},
+            **fabric,
             "layers": [
                 {f.name: _encode(getattr(layer, f.name)) for f in fields(LayerProfile)}
                 for layer in self.layers
@@ -263,7 +318,8 @@ class Profile:
             _build(LayerProfile, item, f"layer {item.get('name', f'number {position}')!r}")
             for position, item in enumerate(check_items(found["layers"], "layers"))
         )
-        return cls(layers=layers, link=link, base_bytes=found["base_bytes"])
+        fabric = FabricProfile.from_json(found["fabric"]) if "fabric" in found else None
+        return cls(layers=layers, link=link, base_bytes=found["base_bytes"], fabric=fabric)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to `path` atomically. Raises OSError as open() does."""

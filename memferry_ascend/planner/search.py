@@ -64,7 +64,8 @@ def search(
         raise ValueError(f"slots and accumulate must be at least 1, found {slots} and {accumulate}")
     if not effort > 0:
         raise ValueError(f"effort multiplies the work allowed and must be > 0, found {effort}")
-    paper = plan_backward(profile, plan_forward(profile))
+    one = profile.as_one()
+    paper = plan_backward(one, plan_forward(one))
     found = _Search(profile, device_memory, update, slots, accumulate, state_bytes, effort, device_updates)
     return found.go(decisions(paper)).plan(paper)
 

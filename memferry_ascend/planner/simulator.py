@@ -9,7 +9,6 @@ from typing import Any
 from memferry_ascend.planner.files import check_document
 from memferry_ascend.planner.fluid import Record, Steady, run
 from memferry_ascend.planner.iteration import (
-    RESOURCES,
     UPDATES,
     Iteration,
     check_decisions,
@@ -28,8 +27,9 @@ class Timeline:
     """The steady state, from 0 to `cycle * period` seconds; `cycle` is 1 unless iterations differ.
 
     period: seconds per iteration. update: when updates start, "step" or "backward".
-    intervals: resource ("compute", "h2d", "d2h", "host") -> busy intervals (start, end, label) in seconds, in
-    order, each label "what layer-name". busy: resource -> busy seconds per iteration.
+    intervals: resource ("compute", "h2d", "d2h", "host", with several ranks "fabric") -> busy intervals
+    (start, end, label) in seconds, in order, each label "what layer-name". busy: resource -> busy seconds per
+    iteration.
     critical: the resource that spends most time on the critical path; critical_path: resource -> its seconds
     there, which sum to the period: speeding up a resource that is not on it gains nothing.
     device_bytes: (seconds, bytes) wherever the bytes on the device change.
@@ -86,7 +86,7 @@ def simulate(profile: Profile, plan: Plan, update: str = "step", *, slots: int =
         update=update,
         intervals=intervals,
         busy=busy,
-        critical=max(RESOURCES, key=lambda name: path[name]),
+        critical=max(built.resources, key=lambda name: path[name]),
         critical_path=path,
         device_bytes=_bytes_over_time(profile, chosen, built, record, steady, slots),
         cycle=steady.cycle,
@@ -116,20 +116,20 @@ def _intervals(
     profile: Profile, built: Iteration, record: Record, steady: Steady
 ) -> dict[str, tuple[Interval, ...]]:
     """The record, clipped to the window, by resource."""
-    found: dict[str, list[Interval]] = {name: [] for name in RESOURCES}
+    found: dict[str, list[Interval]] = {name: [] for name in built.resources}
     for (_, task), (start, end, _) in record.spans.items():
         start, end = max(start, steady.start), min(end, steady.end)
         if end > start:
             what, layer = built.template.label[task]
             label = f"{what} {profile.layers[layer].name}".rstrip()
-            name = RESOURCES[built.template.server[task]]
+            name = built.resources[built.template.server[task]]
             found[name].append((start - steady.start, end - steady.start, label))
     return {name: tuple(sorted(spans)) for name, spans in found.items()}
 
 
 def _critical_path(built: Iteration, record: Record, steady: Steady) -> dict[str, float]:
     """Walk back from the end of the window along what let each task start, adding up seconds by resource."""
-    path = dict.fromkeys(RESOURCES, 0.0)
+    path = dict.fromkeys(built.resources, 0.0)
     inside = [(who, span) for who, span in record.spans.items() if span[1] <= steady.end]
     if not inside:
         return path
@@ -137,7 +137,7 @@ def _critical_path(built: Iteration, record: Record, steady: Steady) -> dict[str
     here = None if steady.end <= steady.start else who
     while here is not None:
         start, end, cause = record.spans[here]
-        path[RESOURCES[built.template.server[here[1]]]] += max(
+        path[built.resources[built.template.server[here[1]]]] += max(
             0.0, min(end, steady.end) - max(start, steady.start)
         )
         here = cause if start > steady.start else None
@@ -153,7 +153,7 @@ def _bytes_over_time(
     slots: int,
 ) -> tuple[tuple[float, int], ...]:
     """What stays for the iteration, plus each staged gradient from the start of its backward to the end of
-    its copy.
+    its copy, or of its exchange with other ranks.
     """
     parts = device_bytes(profile, chosen, slots=slots)
     fixed = parts.total - parts.staged
@@ -166,7 +166,8 @@ def _bytes_over_time(
         if not layer.trainable or not own or direct or grad is Grad.KEEP or update is Update.DEVICE:
             continue
         readers = profile.readers[store] or (store,)
-        born, gone = task_of["backward", readers[-1]], task_of["download", store]
+        leaves = "download" if profile.fabric is None else "exchange"
+        born, gone = task_of["backward", readers[-1]], task_of[leaves, store]
         for iteration in iterations:
             if (iteration, born) in record.spans:
                 start = record.spans[iteration, born][0]

@@ -13,6 +13,7 @@ from torch import nn
 
 import memferry_ascend as mf
 from memferry_ascend import distributed_checkpoint, parallel, runtime
+from memferry_ascend.backends.hostmem import SHARED_FOLDER
 
 from .world import ROWS, RankDelays, digest, plan_for, rows_of
 
@@ -278,41 +279,47 @@ def load_and_go_on(folder: str, modes: str, precision: str = "bf16", steps: int 
     return {"loaded": loaded, "state": state}
 
 
-def memory(modes: str, precision: str = "bf16") -> dict[str, int]:
-    """Bytes of this rank's arena by kind, for a model of half a MiB and ordinary units."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
-    engine = _engine(model, modes, unit_bytes=1 << 18, precision=precision)
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    engine.model(torch.ones(2, 256, dtype=dtype)).sum().backward()
-    engine.optimizer.step()
-    engine.synchronize()
-    out = dict(engine._arena.bytes_by_kind)
-    left = [name for name in os.listdir("/dev/shm") if name.startswith("memferry-")]
-    engine.close()
-    return out | {"names left": len(left)}
-
-
-def link(modes: str) -> dict[str, int]:
-    """Bytes over the link, by direction, in three steps and with what is loaded ahead for a fourth."""
+def traffic(modes: str) -> dict[str, Any]:
+    """For a model of half a MiB and ordinary units: bytes of this rank's arena by kind, names left under /dev/shm, and
+    bytes over the link by direction in three steps and with what is loaded ahead for a fourth."""
     from .world import LinkBytes
 
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
-    engine = _engine(model, modes, unit_bytes=1 << 18)
+    engine = _engine(model, modes, unit_bytes=1 << 18, precision="bf16")
     with LinkBytes() as counted:
         for _ in range(3):
-            engine.model(torch.ones(2, 256)).sum().backward()
+            engine.model(torch.ones(2, 256, dtype=torch.bfloat16)).sum().backward()
             engine.optimizer.step()
         engine.synchronize()
+        memory = dict(engine._arena.bytes_by_kind)
+        left = [n for n in engine._arena.shared_names if os.path.exists(os.path.join(SHARED_FOLDER, n))]
         engine.close()
     by = counted.by_stream
-    return {"up": by["download"], "down": by.get("upload", 0) + by.get("reload", 0)}
+    down = by.get("upload", 0) + by.get("reload", 0)
+    return {"memory": memory, "names left": len(left), "up": by["download"], "down": down}
 
 
-def topology() -> tuple[int, int, int, list[int]]:
-    """How ranks see their nodes."""
-    ranks = runtime.current().ranks
+def searched() -> dict[str, Any]:
+    """The plan is searched on a profile that says what connects the ranks, and is the same on all of them."""
+    model = make_model(4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = mf.ferry(model, optimizer, sample_batch=(rows_of(0),), config=mf.Config(precision="fp32"))
+    assert engine.profile is not None
+    engine.model(rows_of(0)).backward()
+    engine.optimizer.step()
+    engine.synchronize()
+    plan = [(x.name, str(x.mode), str(x.grad), str(x.update)) for x in engine.plan.layers]
+    engine.close()
+    return {"fabric": engine.profile.fabric, "plan": plan, "period": engine.plan.predicted_period}
+
+
+def nodes(ranks_per_node: int) -> tuple[int, int, int, list[int]]:
+    """From here on this machine is several nodes; how ranks see them."""
+    os.environ["MEMFERRY_RANKS_PER_NODE"] = str(ranks_per_node)
+    backend = runtime.current().backend.name
+    runtime.reset()
+    ranks = runtime.init(backend=backend).ranks
     assert isinstance(ranks, parallel.Ranks)
     return ranks.node, ranks.nodes, ranks.index, ranks.members
 

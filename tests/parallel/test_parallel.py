@@ -14,7 +14,7 @@ import memferry_ascend as mf
 from memferry_ascend import distributed_checkpoint, runtime
 from memferry_ascend.planner import Mode
 
-from .world import launch, plan_for, train
+from .world import Case, launch_all, plan_for, train
 
 SIZES = (2, 3, 4)
 MODES = ("GFGB", "DHA", "DFGB", "STREAM", "random")
@@ -56,10 +56,26 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def _cases(size: int) -> list[tuple[str, dict[str, Any]]]:
+ON_NODES = 6
+"""The seed of what runs on two nodes."""
+NODES: list[dict[str, Any]] = [
+    {"modes": "GFGB"},
+    {"modes": "random", "delays": 0.001},
+    {"modes": "random", "micro": 2, "config": {"max_grad_norm": 0.1, "precision": "bf16"}},
+    {"modes": "STREAM", "micro": 2, "config": {"max_grad_norm": 0.1, "precision": "bf16"}},
+]
+
+
+def _cases(size: int) -> list[Case]:
     names = list(GROUPS)[: {2: 2, 3: len(GROUPS), 4: 1}[size]]  # all of them where it matters: three ranks
     out = [("train", {"steps": 3} | run) for name in names for run in GROUPS[name]]
-    out += [(f"parallel.cases:{what}", {"modes": m}) for what in ("memory", "link") for m in Mode]
+    out += [("parallel.cases:traffic", {"modes": m}) for m in Mode]
+    if size == 4:
+        out += [("parallel.cases:nodes", {"ranks_per_node": 2})]
+        out += [("train", {"steps": 3, "seed": ON_NODES} | run) for run in NODES]
+        out += [("parallel.cases:one_more_forward", {"modes": "STREAM"})]
+    if size == 2:
+        out += [("parallel.cases:searched", {})]
     if size == 3:
         out += [
             ("parallel.cases:branches", {"modes": m, "update": u, "twice": t})
@@ -101,7 +117,7 @@ class World:
             (n, {k: str(v).replace("FOLDER", str(folder)) if k == "folder" else v for k, v in a.items()})
             for n, a in _cases(size)
         ]
-        self.results = launch(size, self.cases, folder)
+        self.results: list[list[Any]] = []
 
     def of(self, name: str, **arguments: Any) -> list[Any]:
         """Results of one case by rank."""
@@ -112,28 +128,28 @@ class World:
 
     def groups(self) -> dict[str, list[list[dict[str, Any]]]]:
         """Training results by group, run and rank."""
-        runs = iter([r for (n, _), r in zip(self.cases, self.results, strict=True) if n == "train"])
+        found = zip(self.cases, self.results, strict=True)
+        runs = iter([r for (n, a), r in found if n == "train" and a.get("seed") != ON_NODES])
         out = {}
         for name, group in GROUPS.items():
-            found = [r for _, r in zip(group, runs, strict=False)]
-            if found:
-                out[name] = found
+            some = [r for _, r in zip(group, runs, strict=False)]
+            if some:
+                out[name] = some
         return out
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, World]:
-    return {}
+    made = {size: World(size, tmp_path_factory.mktemp(f"world{size}")) for size in SIZES}
+    found = launch_all([(w.size, w.cases, w.folder) for w in made.values()])
+    for w, results in zip(made.values(), found, strict=True):
+        w.results = results
+    return made
 
 
 @pytest.fixture
-def world(
-    request: pytest.FixtureRequest, worlds: dict[int, World], tmp_path_factory: pytest.TempPathFactory
-) -> World:
-    size = request.param
-    if size not in worlds:
-        worlds[size] = World(size, tmp_path_factory.mktemp(f"world{size}"))
-    return worlds[size]
+def world(request: pytest.FixtureRequest, worlds: dict[int, World]) -> World:
+    return worlds[request.param]
 
 
 every_size = pytest.mark.parametrize("world", SIZES, indirect=True)
@@ -184,10 +200,11 @@ def test_memory_of_a_node_does_not_grow(world: World, cpu: mf.Runtime) -> None:
     from . import cases
 
     for modes in Mode:
-        one = sum(v for k, v in cases.memory(modes).items() if k != "names left")
-        ranks = world.of("memory", modes=modes)
-        assert all(r["names left"] == 0 for r in ranks)
-        private = sum(v for r in ranks for k, v in r.items() if k not in ("shared", "names left"))
+        one = sum(cases.traffic(modes)["memory"].values())
+        found = world.of("traffic", modes=modes)
+        assert all(r["names left"] == 0 for r in found)
+        ranks = [r["memory"] for r in found]
+        private = sum(v for r in ranks for k, v in r.items() if k != "shared")
         shared = {r.get("shared", 0) for r in ranks}
         assert len(shared) == 1
         assert one <= private + shared.pop() <= one + world.size * 8 * 4096
@@ -199,7 +216,7 @@ def test_link_bytes_fall_with_ranks(world: World, cpu: mf.Runtime) -> None:
 
     units, loads = 6, {"GFGB": 1, "DHA": 0, "DFGB": 1, "STREAM": 2}
     for modes in Mode:
-        one, ranks = cases.link(modes), world.of("link", modes=modes)
+        one, ranks = cases.traffic(modes), world.of("traffic", modes=modes)
         assert (one["down"] > 0) == (modes is not Mode.DHA)
         for way, times in (("up", 1), ("down", loads[modes])):
             counts = [r[way] for r in ranks]
@@ -300,6 +317,17 @@ def test_ranks_that_differ_are_told(world: World, what: str, named: str) -> None
         assert named in said
 
 
+@pytest.mark.parametrize("world", [2], indirect=True)
+def test_a_searched_plan_knows_its_ranks(world: World) -> None:
+    ranks = world.of("searched")
+    assert all(r["plan"] == ranks[0]["plan"] and r["period"] == ranks[0]["period"] > 0 for r in ranks)
+    for r in ranks:
+        fabric = r["fabric"]
+        assert (fabric.ranks, fabric.nodes) == (2, 1)
+        assert 0 < fabric.latency < 10 and fabric.bandwidth > 0
+    assert {x[2:] for x in ranks[0]["plan"]} == {("stage", "host")}
+
+
 @three
 def test_what_is_refused(world: World) -> None:
     for said in world.of("whole_parameters_only"):
@@ -340,28 +368,27 @@ def test_distributed_checkpoint(world: World, cpu: mf.Runtime, tmp_path: Path) -
             assert same(state["optimizer"][name], moments)
 
 
-def test_two_nodes_of_two_ranks(tmp_path: Path, cpu: mf.Runtime) -> None:
-    runs = [
-        {"modes": "GFGB"},
-        {"modes": "random", "delays": 0.001},
-        {"modes": "random", "micro": 2, "config": {"max_grad_norm": 0.1, "precision": "bf16"}},
-        {"modes": "GFGB", "micro": 2, "config": {"max_grad_norm": 0.1, "precision": "bf16"}},
-    ]
-    cases = [("parallel.cases:topology", {})] + [("train", {"steps": 3} | r) for r in runs]
-    cases += [("parallel.cases:one_more_forward", {"modes": "STREAM"})]
-    results = launch(4, cases, tmp_path, MEMFERRY_RANKS_PER_NODE="2")
-    assert results[0] == [(0, 2, 0, [0, 1]), (0, 2, 1, [0, 1]), (1, 2, 0, [2, 3]), (1, 2, 1, [2, 3])]
-    for group in (results[1:3], results[3:5]):
+@pytest.mark.parametrize("world", [4], indirect=True)
+def test_two_nodes_of_two_ranks(world: World, cpu: mf.Runtime) -> None:
+    assert world.of("nodes") == [(0, 2, 0, [0, 1]), (0, 2, 1, [0, 1]), (1, 2, 0, [2, 3]), (1, 2, 1, [2, 3])]
+    runs = [r for (_, a), r in zip(world.cases, world.results, strict=True) if a.get("seed") == ON_NODES]
+    assert len(runs) == len(NODES)
+    for group in (runs[:2], runs[2:]):
         want = group[0][0]
         for got in (r for run in group for r in run):
             assert got["losses"] == want["losses"]
             assert got["norms"] == want["norms"]
             assert same(got["state"], want["state"] | {"param_groups": got["state"]["param_groups"]})
-    for said in results[5]:
+    torch.manual_seed(0)
+    alone = train(steps=3, seed=ON_NODES)
+    assert runs[0][0]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("world", [4], indirect=True)
+def test_forwards_that_not_all_ranks_run_are_told(world: World) -> None:
+    for said in world.of("one_more_forward"):
         assert "rank 0 in another forward after 0 settled passes and 1 forwards" in said
         assert "rank 1 in step after 0 settled passes and 1 forwards" in said
-    torch.manual_seed(0)
-    assert results[1][0]["losses"] == pytest.approx(train(steps=3)["losses"], rel=1e-5)
 
 
 def test_init_refuses_half_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:

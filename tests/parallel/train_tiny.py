@@ -1,9 +1,10 @@
 """`memferry` with a model that trains in no time, on several ranks; one of them may be told to die.
 
-python -m parallel.train_tiny SIZE FOLDER WORD...    forks SIZE ranks that run `memferry WORD...`; each one's output goes to
-FOLDER/rank-N.txt, exit codes and the seconds from a death until the last rank was gone to FOLDER/codes.json. With
-TINY_DIE="RANK STEP SECONDS" that rank is killed so many seconds after it began that step; with TINY_LATE=SECONDS ranks
-other than 0 notice so much later. Under torchrun: python -m parallel.train_tiny WORD...
+python -m parallel.train_tiny SIZE FOLDER    forks SIZE ranks for each entry of FOLDER/runs.json, one after the other; an
+entry is the words of `memferry` and what to add to the environment. Each rank's output goes to FOLDER/RUN-rank-N.txt, exit
+codes and the seconds from a death until the last rank was gone to FOLDER/results.json. With TINY_DIE="RANK STEP SECONDS"
+that rank is killed so many seconds after it began that step; with TINY_LATE=SECONDS ranks other than 0 notice so much
+later; TINY_PATIENCE is in place of theirs. Under torchrun: python -m parallel.train_tiny WORD...
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ assert "gpt-tiny" in options.PRESETS
 def run(words: list[str]) -> int:
     """The command, with this rank's death arranged."""
     torch.set_num_threads(1)
+    parallel.PATIENCE = float(os.environ.get("TINY_PATIENCE", parallel.PATIENCE))
     if "TINY_DIE" in os.environ:
         rank, at, seconds = os.environ["TINY_DIE"].split()
         before = loop.Run._train_step
@@ -66,13 +68,18 @@ def run(words: list[str]) -> int:
 def main() -> int:
     if "RANK" in os.environ:
         return run(sys.argv[1:])
-    size, folder, words = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
-    died = folder / "died"
-    died.unlink(missing_ok=True)
-    os.environ["TINY_DIED"] = str(died)
-    codes = fork(size, lambda _rank: run(words), [folder / f"rank-{r}.txt" for r in range(size)])
-    seconds = time.monotonic() - float(died.read_text()) if died.exists() else None
-    (folder / "codes.json").write_text(json.dumps({"codes": codes, "seconds": seconds}))
+    size, folder = int(sys.argv[1]), Path(sys.argv[2])
+    results = []
+    before = dict(os.environ)
+    for number, (words, more) in enumerate(json.loads((folder / "runs.json").read_text())):
+        died = folder / f"{number}-died"
+        os.environ.clear()
+        os.environ.update(before | more | {"TINY_DIED": str(died)})
+        outputs = [folder / f"{number}-rank-{r}.txt" for r in range(size)]
+        codes = fork(size, lambda _rank, words=words: run(words), outputs)  # type: ignore[misc]
+        seconds = time.monotonic() - float(died.read_text()) if died.exists() else None
+        results.append((codes, seconds))
+    (folder / "results.json").write_text(json.dumps(results))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Runs cases on several ranks: `launch` starts `python -m parallel.world`, which forks one process a rank.
+"""Runs cases on several ranks: `launch` starts `python -m parallel.world SIZE FOLDER ...`, which forks one process a rank.
 
 A case is a function of this module that takes keyword arguments and returns something `torch.save` can write; all cases
 of one launch run one after the other in one process group.
@@ -21,12 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers import it at their first step: once here, instead of in every rank
 from harness import LENGTH, VOCAB, layer_names, make_model, small_units
 
 import memferry_ascend as mf
 from memferry_ascend import runtime
 from memferry_ascend.backends.cpu import CpuStream
 from memferry_ascend.planner import LayerPlan, Mode, Plan
+
+Case = tuple[str, dict[str, Any]]
 
 ROWS = 24
 """Rows of a global batch: whole on 1, 2, 3 and 4 ranks."""
@@ -62,12 +65,23 @@ def free_port() -> int:
 
 
 def launch(
-    size: int, cases: list[tuple[str, dict[str, Any]]], folder: Path, *, timeout: float = 240, **more: str
+    size: int, cases: list[Case], folder: Path, *, timeout: float = 240, **more: str
 ) -> list[list[Any]]:
     """Results by case, then by rank. Raises with the output of the ranks if any of them fails."""
-    (folder / "cases.json").write_text(json.dumps(cases))
+    return launch_all([(size, cases, folder)], timeout=timeout, **more)[0]
+
+
+def launch_all(
+    worlds: list[tuple[int, list[Case], Path]], *, timeout: float = 240, **more: str
+) -> list[list[list[Any]]]:
+    """Several worlds at the same time, (ranks, cases, folder) each: starting Python and torch takes longer than a case."""
+    for _, cases, folder in worlds:
+        (folder / "cases.json").write_text(json.dumps(cases))
     done = subprocess.run(
-        [sys.executable, "-m", "parallel.world", str(size), str(folder)],
+        [
+            *(sys.executable, "-m", "parallel.world"),
+            *(word for size, _, folder in worlds for word in (str(size), str(folder))),
+        ],
         env=environment(more),
         capture_output=True,
         text=True,
@@ -75,13 +89,21 @@ def launch(
     )
     if done.returncode:
         raise AssertionError((done.stdout + done.stderr)[-12000:])
-    by_rank = [torch.load(folder / f"rank-{r}.pt", weights_only=False) for r in range(size)]
-    return [list(results) for results in zip(*by_rank, strict=True)]
+    out = []
+    for size, _, folder in worlds:
+        by_rank = [torch.load(folder / f"rank-{r}.pt", weights_only=False) for r in range(size)]
+        out.append([list(results) for results in zip(*by_rank, strict=True)])
+    return out
 
 
 def fork(size: int, call: Callable[[int], int], outputs: list[Path] | None = None) -> list[int]:
     """Run `call(rank)` in one process a rank, with torchrun's environment, and return exit codes (negative: signals).
     The processes share what this one has imported, which must not have started threads yet."""
+    return wait(start(size, call, outputs))
+
+
+def start(size: int, call: Callable[[int], int], outputs: list[Path] | None = None) -> list[int]:
+    """`fork` without waiting: process numbers."""
     port = free_port()
     children = []
     for rank in range(size):
@@ -101,6 +123,11 @@ def fork(size: int, call: Callable[[int], int], outputs: list[Path] | None = Non
                 sys.stderr.flush()
                 os._exit(code)
         children.append(pid)
+    return children
+
+
+def wait(children: list[int]) -> list[int]:
+    """Their exit codes."""
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
 
 
@@ -267,5 +294,6 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    codes = fork(int(sys.argv[1]), lambda _rank: main(Path(sys.argv[2])))
-    sys.exit(max(map(abs, codes)))
+    worlds = zip(sys.argv[1::2], sys.argv[2::2], strict=True)
+    pids = [pid for size, to in worlds for pid in start(int(size), lambda _rank: main(Path(to)))]
+    sys.exit(max(map(abs, wait(pids))))

@@ -135,6 +135,8 @@ def usable_decisions(profile: Profile, i: int, *, grads: bool = True) -> list[tu
         if math.isfinite(x.t_bp_dha):
             modes.append(Mode.DHA)
     places = [Grad.STAGE]
+    if profile.fabric is not None:
+        return [(mode, Grad.STAGE, Update.HOST) for mode in modes]
     if grads and x.trainable:
         places.append(Grad.KEEP)
         if math.isfinite(x.t_bp_grad_direct) and not tied:
