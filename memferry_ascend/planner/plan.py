@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
+from memferry_ascend import sizes
 from memferry_ascend.planner.files import check_document, check_items, read_json, write_json
 
 FORMAT_VERSION = 1
@@ -139,7 +140,7 @@ class Plan:
         totals = []
         for label, nbytes in (("device", self.device_bytes), ("host", self.host_bytes)):
             if nbytes is not None:
-                totals.append(f"{label} {nbytes / 2**30:.2f} GiB")
+                totals.append(f"{label} {sizes.fmt(nbytes)}")
         for label, period in (("predicted", self.predicted_period), ("measured", self.measured_period)):
             if period is not None:
                 totals.append(f"{label} {period * 1e3:.3f} ms per iteration")
