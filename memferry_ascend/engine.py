@@ -44,9 +44,10 @@ from memferry_ascend.gradients import Gradients, GradState, UnitGrads
 from memferry_ascend.guard import ReadGuard
 from memferry_ascend.hostupdate import Hypers, is_native, refuse, snapshot
 from memferry_ascend.integrity import Integrity, check_trainable
-from memferry_ascend.jobs import make_jobs
+from memferry_ascend.jobs import Update
 from memferry_ascend.layers import Param, collect, distant, units
 from memferry_ascend.memory_rows import memory_rows
+from memferry_ascend.nativejobs import make_jobs
 from memferry_ascend.optimizer import FerryOptimizer
 from memferry_ascend.placement import exchanged, settle
 from memferry_ascend.planner.plan import Plan
@@ -407,18 +408,20 @@ class Engine:
         before = saving.before_update(self, resident)
         resident.begin_update()
         self._jobs.update(
-            resident.unit.index,
-            resident.order,
-            waits,
-            self._updates[resident.unit.index],
-            [s.p for s in part],
-            self._gradients.summing,
-            hypers,
-            scale,
-            resident.upload_job(after if after is not None else ug.downloaded),
-            self._then(resident),
-            before,
-            self._gradients.to_clear(ug, part),
+            Update(
+                unit=resident.unit.index,
+                priority=resident.order,
+                waits=waits,
+                update=self._updates[resident.unit.index],
+                part=[s.p for s in part],
+                summed=self._gradients.summing,
+                hypers=hypers,
+                scale=scale,
+                upload=resident.upload_job(after if after is not None else ug.downloaded),
+                then=self._then(resident),
+                before=before,
+                clear=self._gradients.to_clear(ug, part),
+            )
         )
         ug.tickets[ug.turn] = self._jobs.ticket(resident.unit.index)
 

@@ -27,9 +27,10 @@ from torch.utils.hooks import RemovableHandle
 from memferry_ascend import files
 from memferry_ascend.backends.base import Backend, Event, Stream
 from memferry_ascend.errors import FerryError
-from memferry_ascend.jobs import NativeJobs, PythonJobs, Upload
+from memferry_ascend.jobs import PythonJobs, Upload
 from memferry_ascend.layers import Layer
 from memferry_ascend.marks import NOBODY, Marks, ancestors, attribute
+from memferry_ascend.nativejobs import NativeJobs
 from memferry_ascend.planner.simulator import Timeline
 from memferry_ascend.recording import Interval, Recording, trace_events
 from memferry_ascend.windows import Hook

@@ -21,7 +21,7 @@ import memferry_ascend as mf
 from memferry_ascend import engine as engine_module
 from memferry_ascend import layers as layers_module
 from memferry_ascend import runtime
-from memferry_ascend.jobs import NativeJobs
+from memferry_ascend.nativejobs import NativeJobs
 from memferry_ascend.planner import LayerPlan, Mode, Plan
 from memferry_ascend.ring import Ring, Slot
 

@@ -10,7 +10,7 @@ from test_equality_ascend import (  # noqa: F401
 )
 
 from memferry_ascend import hostmath, runtime
-from memferry_ascend.jobs import NativeJobs, make_jobs
+from memferry_ascend.nativejobs import NativeJobs, make_jobs
 from memferry_ascend.recorder import Recorder
 
 EMULATED = {"devices": 2, "environ": {"TASK_QUEUE_ENABLE": "0"}}

@@ -14,7 +14,7 @@ from torch import nn
 
 import memferry_ascend as mf
 from memferry_ascend import runtime, torchfile
-from memferry_ascend.jobs import NativeJobs
+from memferry_ascend.nativejobs import NativeJobs
 from memferry_ascend.planner import Mode
 
 EMULATED = {"devices": 2, "environ": {"TASK_QUEUE_ENABLE": "0"}}

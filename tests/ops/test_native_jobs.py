@@ -21,7 +21,7 @@ from memferry_ascend import hostmath
 from memferry_ascend.backends.cpu import CpuBackend
 from memferry_ascend.errors import FerryError
 from memferry_ascend.hostmath import AdamHyper, AdamProgram, AdamSegment
-from memferry_ascend.jobs import Fold
+from memferry_ascend.jobs import Fold, Update
 
 pytestmark = pytest.mark.skipif(
     not hostmath.NATIVE or shutil.which("g++") is None, reason="needs the extension and g++"
@@ -45,7 +45,7 @@ class Machine:
 
     def __init__(self, library: str) -> None:
         from memferry_ascend import _ops
-        from memferry_ascend.jobs import NativeJobs
+        from memferry_ascend.nativejobs import NativeJobs
 
         self.lib = ctypes.CDLL(library)
         for name in ("fake_stream", "fake_event"):
@@ -118,12 +118,12 @@ class Machine:
         self.jobs.next_epoch()
 
     def submit(self, k: int, update: Any, upload: Any, waits: list[Any]) -> None:
-        import memferry_ascend.jobs as jobs_module
+        import memferry_ascend.nativejobs as jobs_module
 
         native, jobs_module.NativeUpdate = jobs_module.NativeUpdate, object  # type: ignore[misc,assignment]
         try:
             scale, clear = self.jobs.new_scale(), [self.units[k].grad]
-            self.jobs.update(k, k, waits, update, [], False, [], scale, upload, None, clear=clear)
+            self.jobs.update(Update(k, k, waits, update, [], False, [], scale, upload, None, None, clear))
         finally:
             jobs_module.NativeUpdate = native  # type: ignore[misc]
 
