@@ -228,17 +228,13 @@ class Acl:
                 found.append(other)
         return found
 
-    def enable_peers(self, count: int, touch: Callable[[int], None]) -> list[int]:
-        """Open access between this device and each of the others, both ways; returns those that it worked for.
-        `touch` makes a device's context current."""
-        reached = []
-        for other in self.reachable(count):
-            try:
-                touch(other)
-                there = self.code("aclrtDeviceEnablePeerAccess", c_int32(self.device), c_uint32(0))
-            finally:
-                touch(self.device)
-            here = self.code("aclrtDeviceEnablePeerAccess", c_int32(other), c_uint32(0))
-            if here == 0 and there == 0:
-                reached.append(other)
-        return reached
+    def open_peer(self, other: int, touch: Callable[[int], None]) -> bool:
+        """Open access between this device and another, both ways: either is opened by the one that will use it. `touch`
+        makes a device's context current."""
+        try:
+            touch(other)
+            there = self.code("aclrtDeviceEnablePeerAccess", c_int32(self.device), c_uint32(0))
+        finally:
+            touch(self.device)
+        here = self.code("aclrtDeviceEnablePeerAccess", c_int32(other), c_uint32(0))
+        return here == 0 and there == 0
