@@ -18,7 +18,6 @@ driver keeps a mapping of pages that are gone.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from ctypes import POINTER, byref, c_int, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any
@@ -228,13 +227,14 @@ class Acl:
                 found.append(other)
         return found
 
-    def open_peer(self, other: int, touch: Callable[[int], None]) -> bool:
-        """Open access between this device and another, both ways: either is opened by the one that will use it. `touch`
-        makes a device's context current."""
+    def open_peer(self, other: int) -> bool:
+        """Open access between this device and another, both ways: either is opened by the one that will use it. torch_npu
+        never hears of the other device: autograd would switch to a default stream there that nobody made, and the end of
+        the process would fail with a device that is lost."""
         try:
-            touch(other)
-            there = self.code("aclrtDeviceEnablePeerAccess", c_int32(self.device), c_uint32(0))
+            code = self.code("aclrtSetDevice", c_int32(other))
+            there = code or self.code("aclrtDeviceEnablePeerAccess", c_int32(self.device), c_uint32(0))
         finally:
-            touch(self.device)
+            self.bind()
         here = self.code("aclrtDeviceEnablePeerAccess", c_int32(other), c_uint32(0))
         return here == 0 and there == 0

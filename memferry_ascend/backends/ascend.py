@@ -284,9 +284,9 @@ class AscendBackend(Backend):
                 torch.npu.set_stream(torch.npu.Stream(self.device))
 
     def synchronize(self) -> None:
+        self.relays.check()
         with naming(f"device {self.device}"):
             torch.npu.synchronize(self.device)
-        self.relays.check()
 
     # -- what it can do --------------------------------------------------------------------------------------------
     def peers(self) -> tuple[int, ...]:
@@ -296,14 +296,8 @@ class AscendBackend(Backend):
         """Open access between this device and another of this host, both ways; False if they cannot reach each other.
         Starts the other device in this process, so it is not done before somebody relays."""
         if peer not in self._open:
-            self._open[peer] = peer in self.peers() and self.acl.open_peer(peer, self._touch)
+            self._open[peer] = peer in self.peers() and self.acl.open_peer(peer)
         return self._open[peer]
-
-    def _touch(self, device: int) -> None:
-        """Make a device current, and have torch_npu make its streams: autograd switches to the default stream of every
-        device that is started, and ends the process where there is none."""
-        torch.npu.set_device(device)
-        torch.npu.current_stream(device)
 
     def relay(
         self, stream: Stream, dst: torch.Tensor, src: torch.Tensor, *, peer: int, chunk: int, slots: int = 4

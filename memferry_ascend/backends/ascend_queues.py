@@ -136,9 +136,9 @@ class AscendStream(Stream):
             _ = self.stream.npu_stream
 
     def synchronize(self) -> None:
+        self._backend.relays.check()
         with naming(f"stream {self.name!r}"):
             self.stream.synchronize()
-        self._backend.relays.check()
 
 
 class AscendCompute(Compute):

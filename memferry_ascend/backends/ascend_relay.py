@@ -23,6 +23,7 @@ import torch
 
 from memferry_ascend.backends.acl import Acl, describe
 from memferry_ascend.backends.base import BytesLost, NotSupported
+from memferry_ascend.errors import FerryError
 
 if TYPE_CHECKING:
     from memferry_ascend.backends.ascend import AscendBackend, AscendStream
@@ -74,6 +75,7 @@ class AscendRelay:
         from memferry_ascend import _ops
 
         self._stream, self._to_device, self._peer = stream, to_device, peer
+        self._queued = self._proven = 0  # copies, and how many of them are known to have arrived
         self._mine, self._theirs = mine, theirs = _Side(backend.acl.device), _Side(peer)
         first, second = (theirs, mine) if to_device else (mine, theirs)
         try:
@@ -98,9 +100,14 @@ class AscendRelay:
         self.check(wait=False)
         self._stream.flush()
         self._mine.driver.record(self._after, self._stream.handle)
-        self._relay.queue(
-            dst.data_ptr(), src.data_ptr(), src.nbytes, self._to_device, self._after, self._done
-        )
+        self._queued += 1
+        try:
+            self._relay.queue(
+                dst.data_ptr(), src.data_ptr(), src.nbytes, self._to_device, self._after, self._done
+            )
+        except RuntimeError:
+            self._queued -= 1  # another path carries all of it
+            raise
 
     def done(self) -> None:
         self._stream.flush()
@@ -108,7 +115,9 @@ class AscendRelay:
 
     def check(self, wait: bool) -> None:
         """Raise if a chunk that had been accepted failed: its bytes are missing, and no other path has carried them.
-        `wait`: for everything queued, else only what is known already counts."""
+        `wait`: for everything queued. Otherwise only what is known already counts, and a peer that has gone since the last
+        wait, with nothing queued, is an error that another path mends."""
+        queued = self._queued
         for side, stream in self._legs:
             status = c_int32()
             try:
@@ -119,11 +128,15 @@ class AscendRelay:
                     code = side.acl.code("aclrtStreamQuery", c_void_p(stream), byref(status))
             finally:
                 self._mine.acl.code("aclrtSetDevice", c_int32(self._mine.acl.device))
-            if code and (wait or self._relay.chunks):
+            if code and queued == self._proven and not wait:
+                raise FerryError(f"device {side.acl.device}: {describe(code)}")
+            if code and queued != self._proven:
                 raise BytesLost(
                     f"a relay through device {self._peer} failed after it had taken bytes: {describe(code)}; what it "
                     "carried is lost, go back to the last checkpoint and leave the device out of assist_devices"
                 )
+        if wait:
+            self._proven = queued
 
     def close(self) -> None:
         self._theirs.undo()
