@@ -6,8 +6,8 @@ events behind it, when every path has delivered. Nothing else in the engine know
 
 Two ways of carrying. Where copies block their stream's thread (the CPU backend) each path has workers that ask the
 dispatcher for chunks; an assisted path's chunks go through a few staging buffers, so that one is forwarded while the
-next arrives. Where copies are queued (CUDA) the shares are fixed beforehand and `Backend.relay` queues the peer's part
-in one native call.
+next arrives. Where copies are queued (CUDA, Ascend) the shares are fixed beforehand and `Backend.relay` queues the peer's
+part in one native call.
 
 A peer that fails is left out from then on: what it had not delivered goes over the other paths, and the user is told
 once.
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memferry_ascend.backends.base import Backend, Stream
+from memferry_ascend.backends.base import Backend, BytesLost, Stream
 from memferry_ascend.config import Config
 from memferry_ascend.errors import ConfigError, FerryError
 from memferry_ascend.topology import (
@@ -196,6 +196,8 @@ class Transfers:
                     self._backend.relay(stream, to, source, peer=self._peers[path.via], chunk=self._chunk)
                     self._count(path.name, share)
                     continue
+                except BytesLost:
+                    raise
                 except (FerryError, RuntimeError) as e:
                     self._lose(path, e)
             if share:

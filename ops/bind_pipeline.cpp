@@ -48,13 +48,15 @@ void bind_pipeline(py::module_& m) {
             if (done) d.record(done, stream);
         });
 
-    // slots: (buffer, filled event, freed event) of each staging buffer; first, second: the streams of the two legs.
+    // slots: (buffer, filled event, freed event) of each staging buffer; first, second: the streams of the two legs, each
+    // with the driver of its device (twice the same one where streams may be used from any device).
     py::class_<Relay>(m, "Relay")
-        .def(py::init([](std::shared_ptr<Driver> driver, const std::vector<std::array<uint64_t, 3>>& slots, uint64_t chunk,
-                         uint64_t first, uint64_t second) {
+        .def(py::init([](std::shared_ptr<Driver> first_driver, std::shared_ptr<Driver> second_driver,
+                         const std::vector<std::array<uint64_t, 3>>& slots, uint64_t chunk, uint64_t first, uint64_t second) {
             std::vector<Relay::Slot> own;
             for (const auto& s : slots) own.push_back({s[0], s[1], s[2]});
-            return std::make_unique<Relay>(std::move(driver), std::move(own), chunk, first, second);
+            return std::make_unique<Relay>(std::move(first_driver), std::move(second_driver), std::move(own), chunk, first,
+                                           second);
         }))
         .def("queue",
              [](Relay& r, uint64_t dst, uint64_t src, uint64_t nbytes, bool to_device, uint64_t after, uint64_t done) {

@@ -18,7 +18,6 @@ driver keeps a mapping of pages that are gone.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from ctypes import POINTER, byref, c_int, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any
@@ -228,17 +227,14 @@ class Acl:
                 found.append(other)
         return found
 
-    def enable_peers(self, count: int, touch: Callable[[int], None]) -> list[int]:
-        """Open access between this device and each of the others, both ways; returns those that it worked for.
-        `touch` makes a device's context current."""
-        reached = []
-        for other in self.reachable(count):
-            try:
-                touch(other)
-                there = self.code("aclrtDeviceEnablePeerAccess", c_int32(self.device), c_uint32(0))
-            finally:
-                touch(self.device)
-            here = self.code("aclrtDeviceEnablePeerAccess", c_int32(other), c_uint32(0))
-            if here == 0 and there == 0:
-                reached.append(other)
-        return reached
+    def open_peer(self, other: int) -> bool:
+        """Open access between this device and another, both ways: either is opened by the one that will use it. torch_npu
+        never hears of the other device: autograd would switch to a default stream there that nobody made, and the end of
+        the process would fail with a device that is lost."""
+        try:
+            code = self.code("aclrtSetDevice", c_int32(other))
+            there = code or self.code("aclrtDeviceEnablePeerAccess", c_int32(self.device), c_uint32(0))
+        finally:
+            self.bind()
+        here = self.code("aclrtDeviceEnablePeerAccess", c_int32(other), c_uint32(0))
+        return here == 0 and there == 0

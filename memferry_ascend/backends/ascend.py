@@ -17,20 +17,19 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-import re
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from memferry_ascend import sizes
 from memferry_ascend.backends import ascend_probe
-from memferry_ascend.backends.acl import Acl, Block, describe
+from memferry_ascend.backends.acl import Acl, Block
+from memferry_ascend.backends.ascend_queues import AscendCompute, AscendEvent, AscendStream, naming
+from memferry_ascend.backends.ascend_relay import AscendRelays
 from memferry_ascend.backends.base import (
     Backend,
     Capabilities,
-    Compute,
     DeviceOutOfMemory,
     Event,
     HostSlab,
@@ -90,136 +89,6 @@ def import_npu() -> Any:
     return npu
 
 
-_CODE = re.compile(r"(?<!\d)(?:107|207|507)\d{3}(?!\d)")
-_ADVICE = ("Since the operator is called", "Note: ASCEND_LAUNCH_BLOCKING")
-
-
-def _fails(what: str, error: RuntimeError) -> FerryError:
-    """A torch_npu error in one sentence; it prints advice, the C++ stack and CANN's log behind its first lines. CANN's code
-    is named wherever it stands."""
-    text = str(error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = " ".join([line for line in lines if not line.startswith(_ADVICE)][:2])[:300]
-    code = _CODE.search(text)
-    if code is not None and code[0] not in said:
-        said += f" [{describe(int(code[0]))}]"
-    return FerryError(f"{what} failed: {said}")
-
-
-class _naming:
-    """What torch_npu raises in the block becomes a FerryError about `what`. The task queue raises a failed task's error in
-    whichever call comes next, on any thread: every call that touches a queue is inside such a block, and one fault has
-    one face."""
-
-    __slots__ = ("_what",)
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, (FerryError, torch.OutOfMemoryError)):
-            raise _fails(self._what, error) from error
-
-
-class AscendEvent(Event):
-    """torch_npu's event. It has a runtime handle only once it was recorded."""
-
-    def __init__(self, timing: bool, native: bool) -> None:
-        with _naming("making an event on the NPU"):
-            self.event = torch.npu.Event(enable_timing=timing)
-            if native:
-                self.event.record()
-                self.handle = int(self.event.npu_event)
-        self._on: Any = None
-
-    def record(self, stream: Any) -> None:
-        """Record on a torch_npu stream."""
-        self._on = stream
-        with _naming("recording an event on the NPU"):
-            self.event.record(stream)
-
-    def _flush(self) -> None:
-        """Have the task queue hand over the latest recording: the runtime would answer for the one before. Asking for the
-        stream's handle empties the queue."""
-        if self._on is not None:
-            _ = self._on.npu_stream
-
-    def synchronize(self) -> None:
-        with _naming("work before an event on the NPU"):
-            self._flush()
-            self.event.synchronize()
-
-    def query(self) -> bool:
-        with _naming("work before an event on the NPU"):
-            self._flush()
-            return bool(self.event.query())
-
-    def elapsed(self, later: Event) -> float:
-        assert isinstance(later, AscendEvent)
-        with _naming("work between two events on the NPU"):
-            return float(self.event.elapsed_time(later.event)) / 1e3
-
-
-class AscendStream(Stream):
-    def __init__(self, backend: AscendBackend, name: str) -> None:
-        self.name = name
-        self._backend = backend
-        with _naming(f"making stream {name!r}"):
-            self.stream = torch.npu.Stream(device=backend.device)
-            self.handle = int(self.stream.npu_stream)
-
-    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        self.copy_many(((dst, src),))
-
-    def copy_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._backend._at(f"copy:{self.name}")
-        with _naming(f"a copy on stream {self.name!r}"), torch.npu.stream(self.stream), torch.no_grad():
-            for dst, src in pairs:
-                if dst.nbytes != src.nbytes or not (dst.is_contiguous() and src.is_contiguous()):
-                    raise FerryError(
-                        f"copy: expected contiguous tensors of equal size, got {dst.nbytes} <- {src.nbytes} bytes"
-                    )
-                self._backend.check_operand(dst)
-                self._backend.check_operand(src)
-                dst.copy_(src, non_blocking=True)
-
-    def record(self, event: Event) -> None:
-        assert isinstance(event, AscendEvent)
-        event.record(self.stream)
-
-    def wait(self, event: Event) -> None:
-        assert isinstance(event, AscendEvent)
-        with _naming(f"work before a wait on stream {self.name!r}"):
-            self.stream.wait_event(event.event)
-
-    def synchronize(self) -> None:
-        with _naming(f"stream {self.name!r}"):
-            self.stream.synchronize()
-
-
-class AscendCompute(Compute):
-    """torch_npu's current stream of the calling thread."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def record(self, event: Event) -> None:
-        assert isinstance(event, AscendEvent)
-        event.record(torch.npu.current_stream(self._device))
-
-    def wait(self, event: Event) -> None:
-        assert isinstance(event, AscendEvent)
-        with _naming("work before a wait on the compute stream"):
-            torch.npu.current_stream(self._device).wait_event(event.event)
-
-    def synchronize(self) -> None:
-        with _naming("the compute stream"):
-            torch.npu.current_stream(self._device).synchronize()
-
-
 class _Ranges:
     """Address ranges, looked up by one address in them."""
 
@@ -252,11 +121,12 @@ class AscendBackend(Backend):
     """
 
     name = "ascend"
+    carries = queues_relays = True
 
     def __init__(self, index: int = 0) -> None:
         super().__init__()
         self._torch_npu = import_npu()
-        with _naming("backend 'ascend': asking CANN for its devices"):
+        with naming("backend 'ascend': asking CANN for its devices"):
             count = torch.npu.device_count()
         if count == 0:
             raise FerryError("backend 'ascend': CANN finds no NPU; check the driver with `npu-smi info`")
@@ -265,19 +135,20 @@ class AscendBackend(Backend):
                 f"backend 'ascend': rank wants device {index}, the machine has {count}; start fewer processes per node"
             )
         self.device = torch.device("npu", index)
-        with _naming(f"backend 'ascend': starting device {index}"):
+        with naming(f"backend 'ascend': starting device {index}"):
             torch.npu.set_device(self.device)
             torch.zeros(1, device=self.device)
         # A private layout (NZ) would make parameters that the arena's bytes are not.
         torch.npu.config.allow_internal_format = False
         self.acl = Acl(index)
+        self._open: dict[int, bool] = {}
+        self.relays = AscendRelays(self)
         self.compute = AscendCompute(self.device)
         self._host, self._alias = _Ranges(), _Ranges()
         self.route, self.routes_refused = self.acl.choose(os.environ.get("MEMFERRY_ASCEND_ROUTE") or None)
         self._driver, self._jobs_note = self._load_driver()
         self.coherence_failure = ascend_probe.incoherence(self)
         self._capabilities: Capabilities | None = None
-        self._peers: list[int] | None = None
 
     @property
     def coherent(self) -> bool:
@@ -370,7 +241,7 @@ class AscendBackend(Backend):
 
     def alloc_device(self, nbytes: int) -> torch.Tensor:
         try:
-            with _naming("device memory: an allocation"):
+            with naming("device memory: an allocation"):
                 made = torch.empty(align(nbytes), dtype=torch.uint8, device=self.device)
             # The allocator reuses blocks in the compute stream's order; copies on other streams do not follow it.
             self.compute.synchronize()
@@ -383,7 +254,7 @@ class AscendBackend(Backend):
             ) from e
 
     def memory_stats(self) -> MemoryStats:
-        with _naming("device memory: asking how much there is"):
+        with naming("device memory: asking how much there is"):
             free, total = torch.npu.mem_get_info(self.device)
         allocated = torch.npu.memory_allocated(self.device)
         return MemoryStats(
@@ -407,22 +278,45 @@ class AscendBackend(Backend):
         return AscendEvent(timing, native=self._driver is not None)
 
     def bind_thread(self, *, own_stream: bool = False) -> None:
-        with _naming(f"starting a thread on {self.device}"):
+        with naming(f"starting a thread on {self.device}"):
             torch.npu.set_device(self.device)
             if own_stream:
                 torch.npu.set_stream(torch.npu.Stream(self.device))
 
     def synchronize(self) -> None:
-        with _naming(f"device {self.device}"):
+        self.relays.check()
+        with naming(f"device {self.device}"):
             torch.npu.synchronize(self.device)
 
     # -- what it can do --------------------------------------------------------------------------------------------
-    def enable_peers(self) -> list[int]:
-        """Open access to and from every other device of this host that can be reached; returns their indices. Starts
-        those devices in this process, so it is not done before somebody relays."""
-        if self._peers is None:
-            self._peers = self.acl.enable_peers(torch.npu.device_count(), torch.npu.set_device)
-        return self._peers
+    def peers(self) -> tuple[int, ...]:
+        return tuple(self.acl.reachable(torch.npu.device_count()))
+
+    def open_peer(self, peer: int) -> bool:
+        """Open access between this device and another of this host, both ways; False if they cannot reach each other.
+        Starts the other device in this process, so it is not done before somebody relays."""
+        if peer not in self._open:
+            self._open[peer] = peer in self.peers() and self.acl.open_peer(peer)
+        return self._open[peer]
+
+    def relay(
+        self, stream: Stream, dst: torch.Tensor, src: torch.Tensor, *, peer: int, chunk: int, slots: int = 4
+    ) -> None:
+        assert isinstance(stream, AscendStream)
+        self.check_operand(dst)
+        self.check_operand(src)
+        self.relays.queue(stream, dst, src, peer, chunk, slots)
+
+    def relays_done(self, stream: Stream) -> None:
+        assert isinstance(stream, AscendStream)
+        self.relays.done(stream)
+
+    def close(self) -> None:
+        try:
+            self.synchronize()
+        finally:
+            self.relays.close()
+            super().close()
 
     def capabilities(self) -> Capabilities:
         """The first call starts a child process that tries the layer kinds, unless this stack was tried before."""
@@ -437,7 +331,7 @@ class AscendBackend(Backend):
             self._capabilities = Capabilities(
                 dha_kinds=kinds,
                 direct_kinds=frozenset(),
-                peers=len(self.acl.reachable(torch.npu.device_count())),
+                peers=len(self.peers()),
                 swap_storage=hasattr(torch.UntypedStorage, "_swap_data_ptr_"),
                 coherent=self.coherent,
                 notes=(self.stack(), *routes, self._jobs_note, *notes),

@@ -38,6 +38,10 @@ class NotSupported(FerryError):
     """The backend cannot do what was asked; the message says what can be done instead."""
 
 
+class BytesLost(FerryError):
+    """Part of a copy that a peer had accepted did not arrive, and nobody else has carried it."""
+
+
 class DeviceOutOfMemory(FerryError):
     """A device allocation of the engine went over the backend's limit."""
 
@@ -298,6 +302,7 @@ class Backend(ABC):
 
         Raises:
             NotSupported: no such peer.
+            BytesLost: an earlier relay failed after it was queued; another path cannot mend that.
             RuntimeError: the device's runtime refused; what had been queued is in `relays_done` all the same.
         """
         raise NotSupported(f"backend {self.name!r} has no peer devices to relay through; use the direct path")

@@ -47,8 +47,9 @@ class CudaRelay:
         rows = [
             (b.data_ptr(), f.handle, e.handle) for b, f, e in zip(self.buffers, filled, freed, strict=True)
         ]
+        driver = backend.driver()
         self._relay = _ops.Relay(
-            backend.driver(), rows, chunk, self._first.cuda_stream, self._second.cuda_stream
+            driver, driver, rows, chunk, self._first.cuda_stream, self._second.cuda_stream
         )
 
     def queue(self, dst: torch.Tensor, src: torch.Tensor) -> None:

@@ -233,7 +233,9 @@ def test_timed_events(backend: AscendBackend) -> None:
 
 
 def test_peers_are_opened_both_ways(backend: AscendBackend) -> None:
-    assert backend.enable_peers() == [1]
+    assert backend.peers() == (1,)
+    assert backend.open_peer(1)
+    assert not backend.open_peer(2)
     library, status = ctypes.CDLL("libascendcl.so"), ctypes.c_int32()
     for here, there in ((0, 1), (1, 0)):
         assert library.aclrtDevicePeerAccessStatus(here, there, ctypes.byref(status)) == 0

@@ -281,6 +281,113 @@ def test_a_lost_device_is_an_error() -> None:
     assert "507010" in done.stderr or "lost" in done.stderr
 
 
+# -- peers -------------------------------------------------------------------------------------------------------------
+PEERS = """
+import ctypes, warnings
+from memferry_ascend import transfers
+from memferry_ascend.topology import Measured, MeasuredPath
+from memferry_ascend.topology.measured import Figures
+acl = ctypes.CDLL("libascendcl.so")
+figures = Figures(0.0, 5e10)
+paths = Measured("host", (MeasuredPath("direct", "host", "npu:0", None, figures, figures),
+                          MeasuredPath("via npu:1", "host", "npu:0", "npu:1", figures, figures)))
+both = {d: paths.paths("npu:0", direction=d) for d in ("h2d", "d2h")}
+made = []
+def for_engine(rt, config):
+    if not config.assist_devices:
+        return None
+    made.append(transfers.Transfers(rt.backend, both, peers={"npu:1": 1}, chunk=512))
+    made[-1].install()
+    return made[-1]
+transfers.for_engine = for_engine
+b = mf.init(backend="ascend").backend
+want = steps(ferry(every(Mode.STREAM)))
+said = []
+warnings.showwarning = lambda message, *_: said.append(str(message))
+warnings.simplefilter("always")
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"peers": "none"}, "cannot open their memory to each other"),
+        ({"devices": 1}, "device 1 is absent"),
+        ({"fail": "aclrtDeviceEnablePeerAccess:2:207000"}, "cannot open their memory to each other"),
+        ({"hbm": 64 << 20}, "207001"),
+    ],
+    ids=["no access", "absent", "one way only", "no memory there"],
+)
+def test_a_peer_that_cannot_relay_is_left_out_and_named_once(settings: dict[str, Any], why: str) -> None:
+    """The whole copy takes the direct path."""
+    big = "made_chunk = 32 << 20" if "hbm" in settings else "made_chunk = 512"
+    script(
+        PEERS.replace("chunk=512", "chunk=made_chunk")
+        + f"""
+{big}
+got = steps(ferry(every(Mode.STREAM), assist_devices=(1,)))
+assert all(torch.equal(got[k], want[k]) for k in want)
+assert len(said) == 1 and {why!r} in said[0], said
+assert set(made[0].moved) == {{"direct"}}, made[0].moved
+""",
+        **settings,
+    )
+
+
+def test_training_goes_on_without_a_peer_that_is_lost_between_copies() -> None:
+    script(
+        PEERS
+        + """
+engine = ferry(every(Mode.STREAM), assist_devices=(1,))
+g = torch.Generator().manual_seed(1)
+for k in range(3):
+    engine.model(torch.randint(0, 32, (4, 9), generator=g).to(b.device)).backward()
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    engine.synchronize()
+    if k == 0:
+        assert made[0].moved["via npu:1"] > 0
+        acl.emuLoseDevice(1)
+        before = made[0].moved["via npu:1"]
+got = engine.state_dict()["model"]
+engine.close()
+assert all(torch.equal(got[k], want[k]) for k in want)
+assert len(said) == 1 and "507010" in said[0], said
+assert made[0].moved["via npu:1"] == before
+""",
+    )
+
+
+def test_bytes_that_a_lost_peer_had_taken_are_an_error() -> None:
+    """Another path cannot mend that: nothing says which chunks came."""
+    script(
+        PEERS
+        + """
+from memferry_ascend.backends.base import BytesLost
+n = 4096
+slab, device = b.alloc_host(n, mapped=True), b.alloc_device(n)
+up = b.stream("upload")
+b.relay(up, device, slab.host, peer=1, chunk=512)
+b.synchronize()
+relay = b.relays._made["upload", 1, True][2]
+acl.aclrtSetDevice(1)
+acl.emuHoldStream(ctypes.c_void_p(relay._first), 1)
+acl.aclrtSetDevice(0)
+b.relay(up, device, slab.host, peer=1, chunk=512)
+b.relays_done(up)
+acl.emuLoseDevice(1)
+acl.emuReleaseAll()
+for call in (b.synchronize, up.synchronize):
+    try:
+        call()
+    except BytesLost as error:
+        assert "through device 1" in str(error) and "507010" in str(error) and "checkpoint" in str(error), error
+    else:
+        raise AssertionError("expected BytesLost")
+""",
+    )
+
+
 # -- the self-test -----------------------------------------------------------------------------------------------------
 def test_selftest_on_the_emulator(tmp_path: Path) -> None:
     report = tmp_path / "report.json"

@@ -45,7 +45,7 @@ class Machine:
         self.after, self.done = self.lib.fake_event(), self.lib.fake_event()
         self.stage = [torch.zeros(CHUNK, dtype=torch.uint8) for _ in range(slots)]
         rows = [(s.data_ptr(), self.lib.fake_event(), self.lib.fake_event()) for s in self.stage]
-        self.relay = _ops.Relay(self.driver, rows, CHUNK, self.first, self.second)
+        self.relay = _ops.Relay(self.driver, self.driver, rows, CHUNK, self.first, self.second)
 
     def queue(self, dst: torch.Tensor, src: torch.Tensor, to_device: bool = True) -> None:
         self.driver.record(self.after, self.user)

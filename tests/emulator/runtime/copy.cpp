@@ -83,6 +83,9 @@ struct Copy {
     }
 
     aclError run(const char* who) const {
+        for (auto* end : {&to, &from})
+            if (end->device && lost(end->region->owner))
+                return refuse(ACL_ERROR_RT_LOST_HEARTBEAT, "%s: device %d is lost", who, end->region->owner);
         if (!to.still_there() || !from.still_there())
             return refuse(ACL_ERROR_RT_DRV_INTERNAL_ERROR, "%s: memory was freed before the copy ran", who);
         memmove(to.data, from.data, to.bytes);

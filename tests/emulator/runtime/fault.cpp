@@ -61,7 +61,6 @@ void read_faults() { current() = new Faults; }
 
 bool lost(int device) {
     auto& f = faults();
-    if (f.lost_after.empty()) return false;
     std::lock_guard<std::mutex> guard(f.mutex);
     auto found = f.lost_after.find(device);
     return found != f.lost_after.end() && found->second <= 0;
@@ -70,8 +69,8 @@ bool lost(int device) {
 aclError enter(const char* function) {
     if (settings().trace) complain("%s (device %d)", function, current_device());
     auto& f = faults();
-    if (f.failures.empty() && f.lost_after.empty()) return ACL_SUCCESS;
     std::lock_guard<std::mutex> guard(f.mutex);
+    if (f.failures.empty() && f.lost_after.empty()) return ACL_SUCCESS;
     auto found = f.lost_after.find(current_device());
     if (found != f.lost_after.end() && --found->second < 0)
         return refuse(ACL_ERROR_RT_LOST_HEARTBEAT, "%s: device %d is lost", function, current_device());
@@ -97,3 +96,10 @@ OperatorFault operator_fault(const std::string& name, bool mapped) {
 }
 
 }  // namespace emu
+
+// For tests: lose a device at a chosen moment. What its streams still hold fails with it.
+EMU_API void emuLoseDevice(int device) {
+    auto& f = emu::faults();
+    std::lock_guard<std::mutex> guard(f.mutex);
+    f.lost_after[device] = 0;
+}

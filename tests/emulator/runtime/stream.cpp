@@ -227,3 +227,9 @@ EMU_API aclError emuHoldStream(aclrtStream handle, int hold) {
     stream->hold(hold != 0);
     return ACL_SUCCESS;
 }
+
+// Every stream goes on, also those of a device that is lost and can no longer be set.
+EMU_API void emuReleaseAll() {
+    for (int device = 0; device < settings().devices; ++device)
+        for (auto& stream : streams_of(device)) stream->hold(false);
+}

@@ -1,0 +1,201 @@
+"""Relays of the Ascend backend: host memory to this NPU through a peer's buffers, and back (paper section IV-E).
+
+What CANN asks for, and what follows from it:
+
+- A host copy's device end belongs to the current device, and imported or peer memory is no operand of it. So the leg that
+  touches the host runs on the peer, between host memory and a buffer of the peer's own; the other leg runs here.
+- A copy between devices needs access that the device it runs on has enabled. Access is opened both ways.
+- A stream is used with its device current. The native relay switches the thread's device for each leg and leaves it here.
+- Our calls go past torch_npu's task queue. What it still holds for a stream is handed over first, so that a relay starts
+  behind the copies before it and the copies behind it start after it. That costs launches; TASK_QUEUE_ENABLE=0 does not.
+
+Buffers, streams and events are the runtime's own (`aclrtMalloc`, ...): torch_npu's allocator never hears of the peer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from ctypes import byref, c_int32, c_uint32, c_void_p
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memferry_ascend.backends.acl import Acl, describe
+from memferry_ascend.backends.base import BytesLost, NotSupported
+from memferry_ascend.errors import FerryError
+
+if TYPE_CHECKING:
+    from memferry_ascend.backends.ascend import AscendBackend, AscendStream
+
+_SYNC_EVENT = 1
+"""ACL_EVENT_SYNC: orders streams, and takes no time stamp."""
+
+
+class _Side:
+    """One of the two devices of a relay: its runtime calls and what was made there."""
+
+    def __init__(self, device: int) -> None:
+        from memferry_ascend import _ops
+
+        self.acl = Acl(device)
+        self.driver = _ops.Driver("ascend", "", device)
+        self._made: list[tuple[str, int]] = []
+
+    def _make(self, name: str, undo: str, *arguments: Any) -> int:
+        out = c_void_p()
+        self.acl.call(name, byref(out), *arguments, doing=f"a relay on device {self.acl.device}")
+        assert out.value is not None
+        self._made.append((undo, out.value))
+        return out.value
+
+    def stream(self) -> int:
+        return self._make("aclrtCreateStream", "aclrtDestroyStream")
+
+    def event(self) -> int:
+        return self._make("aclrtCreateEventWithFlag", "aclrtDestroyEvent", c_uint32(_SYNC_EVENT))
+
+    def buffer(self, nbytes: int) -> int:
+        return self._make("aclrtMalloc", "aclrtFree", ctypes.c_size_t(nbytes), c_int32(0))
+
+    def undo(self) -> None:
+        """Give everything back; a device that is lost takes it with it."""
+        if self.acl.code("aclrtSetDevice", c_int32(self.acl.device)) == 0:
+            for name, handle in reversed(self._made):
+                self.acl.code(name, c_void_p(handle))
+        self._made.clear()
+
+
+class AscendRelay:
+    """One direction through one peer, for one of this device's streams: `slots` buffers of `chunk` bytes on the peer."""
+
+    def __init__(
+        self, backend: AscendBackend, stream: AscendStream, peer: int, to_device: bool, chunk: int, slots: int
+    ) -> None:
+        from memferry_ascend import _ops
+
+        self._stream, self._to_device, self._peer = stream, to_device, peer
+        self._queued = self._proven = 0  # copies, and how many of them are known to have arrived
+        self._mine, self._theirs = mine, theirs = _Side(backend.acl.device), _Side(peer)
+        first, second = (theirs, mine) if to_device else (mine, theirs)
+        try:
+            theirs.acl.bind()
+            buffers = [theirs.buffer(chunk) for _ in range(slots)]
+            first.acl.bind()
+            self._first, filled = first.stream(), [first.event() for _ in range(slots)]
+            second.acl.bind()
+            self._second, freed = second.stream(), [second.event() for _ in range(slots)]
+            self._done = second.event()
+            mine.acl.bind()
+            self._after = mine.event()
+        except BaseException:
+            self.close()
+            raise
+        self._legs = (first, self._first), (second, self._second)
+        rows = list(zip(buffers, filled, freed, strict=True))
+        self._relay = _ops.Relay(first.driver, second.driver, rows, chunk, self._first, self._second)
+
+    def queue(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Queue dst <- src behind this relay's stream; `done` brings the stream behind it."""
+        self.check(wait=False)
+        self._stream.flush()
+        self._mine.driver.record(self._after, self._stream.handle)
+        self._queued += 1
+        try:
+            self._relay.queue(
+                dst.data_ptr(), src.data_ptr(), src.nbytes, self._to_device, self._after, self._done
+            )
+        except RuntimeError:
+            self._queued -= 1  # another path carries all of it
+            raise
+
+    def done(self) -> None:
+        self._stream.flush()
+        self._mine.driver.wait(self._stream.handle, self._done)
+
+    def check(self, wait: bool) -> None:
+        """Raise if a chunk that had been accepted failed: its bytes are missing, and no other path has carried them.
+        `wait`: for everything queued. Otherwise only what is known already counts, and a peer that has gone since the last
+        wait, with nothing queued, is an error that another path mends."""
+        queued = self._queued
+        for side, stream in self._legs:
+            status = c_int32()
+            try:
+                code = side.acl.code("aclrtSetDevice", c_int32(side.acl.device))
+                if code == 0 and wait:
+                    code = side.acl.code("aclrtSynchronizeStream", c_void_p(stream))
+                elif code == 0:
+                    code = side.acl.code("aclrtStreamQuery", c_void_p(stream), byref(status))
+            finally:
+                self._mine.acl.code("aclrtSetDevice", c_int32(self._mine.acl.device))
+            if code and queued == self._proven and not wait:
+                raise FerryError(f"device {side.acl.device}: {describe(code)}")
+            if code and queued != self._proven:
+                raise BytesLost(
+                    f"a relay through device {self._peer} failed after it had taken bytes: {describe(code)}; what it "
+                    "carried is lost, go back to the last checkpoint and leave the device out of assist_devices"
+                )
+        if wait:
+            self._proven = queued
+
+    def close(self) -> None:
+        self._theirs.undo()
+        self._mine.undo()
+        self._mine.acl.code("aclrtSetDevice", c_int32(self._mine.acl.device))
+
+
+class AscendRelays:
+    """The relays of one backend, made when they are first used."""
+
+    def __init__(self, backend: AscendBackend) -> None:
+        self._backend = backend
+        self._lock = threading.Lock()
+        self._made: dict[tuple[str, int, bool], tuple[int, int, AscendRelay]] = {}
+
+    def queue(
+        self, stream: AscendStream, dst: torch.Tensor, src: torch.Tensor, peer: int, chunk: int, slots: int
+    ) -> None:
+        key = (stream.name, peer, src.device.type == "cpu")
+        with self._lock:
+            made = self._made.get(key)
+            if made is None or made[:2] != (chunk, slots):
+                if made is not None:
+                    made[2].check(wait=True)
+                    made[2].close()
+                    del self._made[key]
+                self._check(peer)
+                relay = AscendRelay(self._backend, stream, peer, key[2], chunk, slots)
+                made = self._made[key] = (chunk, slots, relay)
+        made[2].queue(dst, src)
+
+    def done(self, stream: AscendStream) -> None:
+        # All of them: another thread may be queuing on this stream, and waiting for a past event costs nothing.
+        for (name, _, _), (_, _, relay) in list(self._made.items()):
+            if name == stream.name:
+                relay.done()
+
+    def check(self) -> None:
+        """Wait for all relays; raise what one of them lost."""
+        for _, _, relay in list(self._made.values()):
+            relay.check(wait=True)
+
+    def _check(self, peer: int) -> None:
+        try:
+            from memferry_ascend import _ops  # noqa: F401
+        except ImportError as error:
+            raise NotSupported(
+                "relays need the native extension, which was not built; use the direct path"
+            ) from error
+        count = torch.npu.device_count()
+        if not 0 <= peer < count or peer == self._backend.device.index:
+            raise NotSupported(f"device {peer} is absent: the machine has {count} NPUs; use the direct path")
+        if not self._backend.open_peer(peer):
+            raise NotSupported(
+                f"device {peer} and device {self._backend.device.index} cannot open their memory to each other; use the "
+                "direct path"
+            )
+
+    def close(self) -> None:
+        for _, _, relay in self._made.values():
+            relay.close()
+        self._made.clear()
