@@ -190,7 +190,7 @@ def check_locked(need: dict[str, int], limit: int | None) -> None:
     Raises:
         FerryError: names the mapped bytes, the limit and the `ulimit` that would do.
     """
-    mapped = {kind: nbytes for kind, nbytes in need.items() if kind in ("param", "grad", "acc")}
+    mapped = {kind: nbytes for kind, nbytes in need.items() if kind in ("param", "shared", "grad", "acc")}
     total = sum(mapped.values())
     if limit is not None and total > limit:
         raise FerryError(
