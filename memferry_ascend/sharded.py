@@ -16,7 +16,7 @@ import torch
 
 from memferry_ascend import arming, hostmath, limits, shards
 from memferry_ascend.arena import Arena
-from memferry_ascend.backends.base import Backend, Event
+from memferry_ascend.backends.base import Backend, Event, align
 from memferry_ascend.backends.hostmem import forget
 from memferry_ascend.config import Config
 from memferry_ascend.errors import FerryError
@@ -273,6 +273,17 @@ def need(units: list[Unit], ranks: Ranks, optimizer: torch.optim.Optimizer, conf
         total = {k: v if k == "shared" else v * ranks.local for k, v in total.items()}
     limits.check_host(total, config.host_bytes)
     return mine
+
+
+def device_need(units: list[Unit], ranks: Ranks) -> int:
+    """Bytes on the device beside the plan's: buffers of exchanges, and where loads land that nobody needs."""
+    cuts = [Cut(unit, ranks.local) for unit in units]
+    packed = max(max(c.packed) for c in cuts)
+    buffers = [max(c.total for c in cuts), packed * ranks.local, packed, packed]
+    moving = [
+        c.chunk * c.size for c, u in zip(cuts, units, strict=True) if u.plan.mode in (Mode.DFGB, Mode.STREAM)
+    ]
+    return sum(align(max(n, 1)) for n in buffers) + max(moving, default=0)
 
 
 def token(ranks: Ranks) -> str:

@@ -12,7 +12,7 @@ from harness import make_model, small_units
 from torch import nn
 
 import memferry_ascend as mf
-from memferry_ascend import distributed_checkpoint, parallel, runtime
+from memferry_ascend import distributed_checkpoint, parallel, runtime, sharded
 from memferry_ascend.backends.hostmem import SHARED_FOLDER
 
 from .world import ROWS, LinkBytes, RankDelays, digest, plan_for, rows_of
@@ -344,11 +344,32 @@ def traffic(modes: str) -> dict[str, Any]:
             engine.optimizer.step()
         engine.synchronize()
         memory = dict(engine._arena.bytes_by_kind)
+        if engine._parallel is not None:  # what was counted before anything was allocated
+            counted_before = sharded.device_need(engine._units, engine._parallel.ranks)
+            assert engine._parallel.device_bytes == counted_before
         left = [n for n in engine._arena.shared_names if os.path.exists(os.path.join(SHARED_FOLDER, n))]
         engine.close()
     by = counted.by_stream
     down = by.get("upload", 0) + by.get("reload", 0)
     return {"memory": memory, "names left": len(left), "up": by["download"], "down": down}
+
+
+def budgeted(planner: str, limit: int) -> dict[str, Any]:
+    """Bytes that the engine holds on the device under a byte budget, and the modes that takes."""
+    backend = runtime.current().backend
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1800, 1800) for _ in range(6)))  # units of 13 MB
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = mf.Config(precision="fp32", planner=planner, device_memory=limit)
+    before = backend.memory_stats().allocated
+    engine = mf.ferry(model, optimizer, sample_batch=(torch.ones(2, 1800),), config=config)
+    for _ in range(2):
+        engine.model(torch.ones(2, 1800)).sum().backward()
+        engine.optimizer.step()
+    engine.synchronize()
+    held = backend.memory_stats().allocated - before
+    engine.close()
+    return {"held": held, "modes": [str(x.mode) for x in engine.plan.layers]}
 
 
 def searched() -> dict[str, Any]:

@@ -56,6 +56,8 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+LIMIT = 110_000_000
+"""Device bytes in which one rank keeps some layers, and of which exchanges take so much that all must stream."""
 ON_NODES = 6
 """The seed of what runs on two nodes."""
 NODES: list[dict[str, Any]] = [
@@ -76,6 +78,7 @@ def _cases(size: int) -> list[Case]:
         out += [("parallel.cases:one_more_forward", {"modes": "STREAM"})]
     if size == 2:
         out += [("parallel.cases:searched", {})]
+        out += [("parallel.cases:budgeted", {"planner": "rules", "limit": LIMIT})]
     if size == 3:
         out += [
             ("parallel.cases:branches", {"modes": m, "update": u, "twice": t})
@@ -354,6 +357,17 @@ def test_a_searched_plan_knows_its_ranks(world: World) -> None:
         assert (fabric.ranks, fabric.nodes) == (2, 1)
         assert 0 < fabric.latency < 10 and fabric.bandwidth > 0
     assert {x[2:] for x in ranks[0]["plan"]} == {("stage", "host")}
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+def test_a_byte_budget_counts_what_exchanges_take(world: World, cpu: mf.Runtime) -> None:
+    from . import cases
+
+    alone = cases.budgeted("rules", LIMIT)
+    assert alone["held"] <= LIMIT
+    for r in world.of("budgeted"):
+        assert r["held"] <= LIMIT
+        assert r["modes"].count("GFGB") < alone["modes"].count("GFGB")
 
 
 @three
