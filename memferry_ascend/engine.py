@@ -113,12 +113,13 @@ class Engine:
         self.plan = settle(self.plan, layers, backend, optimizer)
         by_name = {lp.name: lp for lp in self.plan.layers}
         self._units = units(layers, by_name, alone=distant(layers))
-        base = self.profile.base_bytes if self.profile is not None else 0
+        exchange = sharded.device_need(self._units, ranks) if ranks is not None else 0
+        base = exchange + (self.profile.base_bytes if self.profile is not None else 0)
         self._sizing = sizing(self._units, config.device_bytes, accumulate=config.accumulate, base=base)
         native = is_native(optimizer)
         self.recorder = Recorder(backend)
         self._parallel: sharded.DataParallel | None = None
-        limits.check_device(self._units, backend, self._sizing.slots, config.accumulate)
+        limits.check_device(self._units, backend, self._sizing.slots, config.accumulate, exchange)
         if ranks is None:
             need = limits.arena_bytes(self._units, native, config.accumulate)
             limits.check_host(need | limits.state_bytes(self._units, optimizer), config.host_bytes)

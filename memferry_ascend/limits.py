@@ -165,14 +165,18 @@ def check_host(need: dict[str, int], limit: int | None) -> None:
 
 
 def check_device(
-    units: Sequence[Unit], backend: Backend, slots: int = RING_SLOTS, accumulate: int = 1
+    units: Sequence[Unit],
+    backend: Backend,
+    slots: int = RING_SLOTS,
+    accumulate: int = 1,
+    exchange: int = 0,
 ) -> None:
-    """Refuse a plan whose buffers do not fit on the device.
+    """Refuse a plan whose buffers do not fit on the device. `exchange`: bytes that several ranks need besides.
 
     Raises:
         FerryError: names what the plan needs, what is free, the three largest consumers and what streaming would need.
     """
-    need = device_bytes(units, slots, accumulate)
+    need = device_bytes(units, slots, accumulate) | ({"buffers of exchanges": exchange} if exchange else {})
     total, stats = sum(need.values()), backend.memory_stats()
     if total > stats.free:
         largest = max(align(Layout(u).nbytes) for u in units)
@@ -190,7 +194,7 @@ def check_locked(need: dict[str, int], limit: int | None) -> None:
     Raises:
         FerryError: names the mapped bytes, the limit and the `ulimit` that would do.
     """
-    mapped = {kind: nbytes for kind, nbytes in need.items() if kind in ("param", "grad", "acc")}
+    mapped = {kind: nbytes for kind, nbytes in need.items() if kind in ("param", "shared", "grad", "acc")}
     total = sum(mapped.values())
     if limit is not None and total > limit:
         raise FerryError(

@@ -107,7 +107,9 @@ class Loads:
         self._begin(after_step=True)
         self._fresh = True
         if self.ring is not None:
-            self.ring.ahead(tuple(self._streamed[: len(self.ring.slots)]))
+            # As many on every rank: `close` waits for them, and no further.
+            for slot in self.ring.claim(tuple(self._streamed[: len(self.ring.slots)])):
+                self._issue(slot)
         self._common = self.lane.asked
 
     def forward(self, together: bool) -> None:
@@ -279,12 +281,18 @@ class SharedRing(Ring):
     def offer(self, unit: Resident) -> None:
         return None
 
-    def ahead(self, window: tuple[Resident, ...]) -> None:
-        """Take what the course has next of `window`'s units."""
+    def claim(self, window: tuple[Resident, ...]) -> list[Slot | None]:
+        """A slot for each of `window`'s units, to be loaded: its own if it has one."""
         with self._lock:
-            self._take(window)
+            slots = [self._by_unit.get(id(unit)) or self._place(unit, keep=window) for unit in window]
+            for slot in slots:
+                if slot is not None:
+                    slot.waited = False
+            return slots
 
     def _take(self, window: tuple[Resident, ...]) -> None:
+        """Take what the course has next of `window`'s units."""
+
         def room(unit: Resident) -> Slot | None:
             if id(unit) in self._by_unit or unit not in window:
                 return None

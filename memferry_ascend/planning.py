@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from memferry_ascend import budget, fabricprobe, profile_plan, profiler
+from memferry_ascend import budget, fabricprobe, profile_plan, profiler, sharded
 from memferry_ascend.backends.base import Backend
 from memferry_ascend.config import Config
 from memferry_ascend.errors import ConfigError, FerryError
 from memferry_ascend.hostupdate import is_native
-from memferry_ascend.layers import Layer
-from memferry_ascend.placement import keep_by_reserve
+from memferry_ascend.layers import Layer, distant, units
+from memferry_ascend.placement import exchanged, keep_by_reserve
 from memferry_ascend.planner.plan import LayerPlan, Mode, Plan
 from memferry_ascend.planner.profile import Profile
 from memferry_ascend.runtime import Runtime
@@ -92,16 +92,32 @@ def choose_plan(
     if sample_batch is None or config.planner == "rules" or not runtime.backend.capabilities().coherent:
         rules = rule_plan(layers, runtime.backend)
         if config.device_bytes is not None:
-            return None, budget.fit(
-                rules, layers, config.device_bytes, runtime.backend, accumulate=config.accumulate, reserve=config.reserve,
-                device_updates=is_native(optimizer),
-            )  # fmt: skip
+            return None, _fit(rules, layers, config.device_bytes, runtime, config, is_native(optimizer))
         if config.reserve is not None:
             rules = keep_by_reserve(rules, layers, runtime.backend, config.reserve)
         return None, rules
     measured = profiler.measure(model, layers, optimizer, runtime, config, sample_batch)
     profile = fabricprobe.with_ranks(measured.profile, runtime)
     return profile, measured_plan(profile, layers, config, runtime.backend)
+
+
+def _fit(
+    rules: Plan, layers: list[Layer], limit: int, runtime: Runtime, config: Config, device_updates: bool
+) -> Plan:
+    """`budget.fit`, with room for the buffers of several ranks, which are as large as the plan's units."""
+    exchange = 0
+    while True:
+        plan = budget.fit(
+            rules, layers, limit, runtime.backend, accumulate=config.accumulate, reserve=config.reserve,
+            device_updates=device_updates, base=exchange,
+        )  # fmt: skip
+        if runtime.ranks is None:
+            return plan
+        made = units(layers, {x.name: x for x in exchanged(plan).layers}, alone=distant(layers))
+        need = sharded.device_need(made, runtime.ranks)
+        if need <= exchange:
+            return plan
+        exchange = need
 
 
 def measured_plan(profile: Profile, layers: list[Layer], config: Config, backend: Backend) -> Plan:

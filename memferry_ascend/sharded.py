@@ -16,11 +16,10 @@ import torch
 
 from memferry_ascend import arming, hostmath, limits, shards
 from memferry_ascend.arena import Arena
-from memferry_ascend.backends.base import Backend, Event
+from memferry_ascend.backends.base import Backend, Event, align
 from memferry_ascend.backends.hostmem import forget
 from memferry_ascend.config import Config
 from memferry_ascend.errors import FerryError
-from memferry_ascend.exchange import ShardedGradients
 from memferry_ascend.hostupdate import UnitUpdate, is_native
 from memferry_ascend.jobs import PythonJobs, Scale, combine, factor
 from memferry_ascend.lane import Abandoned, Lane
@@ -31,6 +30,7 @@ from memferry_ascend.planner.plan import Mode
 from memferry_ascend.recorder import Recorder
 from memferry_ascend.ring import Ring
 from memferry_ascend.shadow import Resident
+from memferry_ascend.sharded_gradients import ShardedGradients
 from memferry_ascend.sharded_units import ShardedResident, ShardedUpdate
 from memferry_ascend.shards import Cut, ShardMemory
 from memferry_ascend.worker import Priority
@@ -146,7 +146,7 @@ class DataParallel:
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory that exchanges and loads hold."""
-        buffers = self.gradients.buffers.nbytes if self.gradients is not None else 0
+        buffers = self.gradients.exchange.nbytes if self.gradients is not None else 0
         return buffers + self.loads.nbytes
 
     def _updates(self, mine: list[ShardMemory], optimizer: torch.optim.Optimizer) -> dict[int, UnitUpdate]:
@@ -273,6 +273,17 @@ def need(units: list[Unit], ranks: Ranks, optimizer: torch.optim.Optimizer, conf
         total = {k: v if k == "shared" else v * ranks.local for k, v in total.items()}
     limits.check_host(total, config.host_bytes)
     return mine
+
+
+def device_need(units: list[Unit], ranks: Ranks) -> int:
+    """Bytes on the device beside the plan's: buffers of exchanges, and where loads land that nobody needs."""
+    cuts = [Cut(unit, ranks.local) for unit in units]
+    packed = max(max(c.packed) for c in cuts)
+    buffers = [max(c.total for c in cuts), packed * ranks.local, packed, packed]
+    moving = [
+        c.chunk * c.size for c, u in zip(cuts, units, strict=True) if u.plan.mode in (Mode.DFGB, Mode.STREAM)
+    ]
+    return sum(align(max(n, 1)) for n in buffers) + max(moving, default=0)
 
 
 def token(ranks: Ranks) -> str:

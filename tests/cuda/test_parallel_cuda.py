@@ -21,14 +21,15 @@ def test_two_ranks_on_one_gpu(tmp_path: Path) -> None:
     more = {"micro": 2, "config": {"precision": "bf16", "max_grad_norm": 0.05}}
     cases = [("train", {"steps": 3, "modes": m}) for m in modes]
     cases += [("train", {"steps": 3, "modes": m, **more}) for m in ("GFGB", "random")]
-    cases += [("train", {"steps": 3, "modes": "random", "delays": 0.002})]
+    delayed = ("random", "STREAM", "DFGB")
+    cases += [("train", {"steps": 3, "modes": m, "delays": 0.002, "unit_bytes": 1}) for m in delayed]
     cases += [
         ("train", {"steps": 3, "modes": m, "micro": 2, "config": {"update": u}})
         for m, u in (("GFGB", "step"), ("random", "backward"))
     ]
     results = launch(2, cases, tmp_path, timeout=500, **SHARED)
-    plain, clipped, delayed, early = results[:5], results[5:7], results[7], results[8:]
-    for runs in ([*plain, delayed], clipped, early):
+    plain, clipped, slow, early = results[:5], results[5:7], results[7:10], results[10:]
+    for runs in ([*plain, *slow], clipped, early):
         want = runs[0][0]
         for got in (r for run in runs for r in run):
             assert got["losses"] == want["losses"]

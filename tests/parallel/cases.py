@@ -12,10 +12,10 @@ from harness import make_model, small_units
 from torch import nn
 
 import memferry_ascend as mf
-from memferry_ascend import distributed_checkpoint, parallel, runtime
+from memferry_ascend import distributed_checkpoint, parallel, runtime, sharded
 from memferry_ascend.backends.hostmem import SHARED_FOLDER
 
-from .world import ROWS, RankDelays, digest, plan_for, rows_of
+from .world import ROWS, LinkBytes, RankDelays, digest, plan_for, rows_of
 
 
 def _message(call: Any) -> str:
@@ -197,6 +197,32 @@ def branches(modes: str, update: str = "step", twice: bool = False, delays: floa
     return {"hashes": hashes, "state": state, "size": size}
 
 
+class Tail(Branches):
+    """Some ranks go further than others."""
+
+    def forward(self, x: torch.Tensor, branch: str) -> torch.Tensor:
+        h = self.last(torch.tanh(self.first(x))).expand(-1, 8)
+        return (self.right(h) if branch == "right" else h).square().mean()
+
+
+def meetings(modes: str) -> dict[str, Any]:
+    """Ranks meet between forward, backward and step (as one does to report a loss), although rank 0 needs less than the
+    others in the forward pass, and only rank 1 needs the first layer's weight in the backward pass."""
+    rt = runtime.current()
+    assert rt.ranks is not None
+    engine = _engine(Tail(), modes, unit_bytes=1)
+    for step in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        loss = engine.model(x.requires_grad_(rt.rank == 1), "left" if rt.rank == 0 else "right")
+        rt.ranks.barrier()
+        loss.backward()
+        rt.ranks.barrier()
+        engine.optimizer.step()
+    state = engine.state_dict()
+    engine.close()
+    return {"state": state}
+
+
 def tiny(modes: str) -> dict[str, Any]:
     """Fewer parameters than ranks: one of two elements."""
 
@@ -215,6 +241,33 @@ def tiny(modes: str) -> dict[str, Any]:
     state = engine.state_dict()
     engine.close()
     return {"w": state["model"]["w"], "m": state["optimizer"]["w"]["exp_avg"]}
+
+
+def no_sync_travels_once(modes: str) -> dict[str, Any]:
+    """Gradient bytes to this rank's host in a plain pass, in two backwards under no_sync, and in one outside it and the
+    step after those."""
+    engine = _engine(make_model(0), modes)
+    with LinkBytes() as plain:
+        engine.model(rows_of(0)).backward()
+        engine.optimizer.step()
+        engine.synchronize()
+    with LinkBytes() as inside:
+        with engine.no_sync():
+            for step in (0, 1):
+                engine.model(rows_of(step)).backward()
+        engine.synchronize()
+    with LinkBytes() as outside:
+        engine.model(rows_of(2)).backward()
+        engine.optimizer.step()
+        engine.synchronize()
+    kept = engine._arena.bytes_by_kind["unsynced"]
+    engine.close()
+    return {
+        "plain": plain.by_stream["download"],
+        "inside": inside.by_stream.get("download", 0),
+        "outside": outside.by_stream["download"],
+        "kept": kept,
+    }
 
 
 def edits(modes: str, precision: str) -> dict[str, Any]:
@@ -282,8 +335,6 @@ def load_and_go_on(folder: str, modes: str, precision: str = "bf16", steps: int 
 def traffic(modes: str) -> dict[str, Any]:
     """For a model of half a MiB and ordinary units: bytes of this rank's arena by kind, names left under /dev/shm, and
     bytes over the link by direction in three steps and with what is loaded ahead for a fourth."""
-    from .world import LinkBytes
-
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
     engine = _engine(model, modes, unit_bytes=1 << 18, precision="bf16")
@@ -293,11 +344,32 @@ def traffic(modes: str) -> dict[str, Any]:
             engine.optimizer.step()
         engine.synchronize()
         memory = dict(engine._arena.bytes_by_kind)
+        if engine._parallel is not None:  # what was counted before anything was allocated
+            counted_before = sharded.device_need(engine._units, engine._parallel.ranks)
+            assert engine._parallel.device_bytes == counted_before
         left = [n for n in engine._arena.shared_names if os.path.exists(os.path.join(SHARED_FOLDER, n))]
         engine.close()
     by = counted.by_stream
     down = by.get("upload", 0) + by.get("reload", 0)
     return {"memory": memory, "names left": len(left), "up": by["download"], "down": down}
+
+
+def budgeted(planner: str, limit: int) -> dict[str, Any]:
+    """Bytes that the engine holds on the device under a byte budget, and the modes that takes."""
+    backend = runtime.current().backend
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1800, 1800) for _ in range(6)))  # units of 13 MB
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = mf.Config(precision="fp32", planner=planner, device_memory=limit)
+    before = backend.memory_stats().allocated
+    engine = mf.ferry(model, optimizer, sample_batch=(torch.ones(2, 1800),), config=config)
+    for _ in range(2):
+        engine.model(torch.ones(2, 1800)).sum().backward()
+        engine.optimizer.step()
+    engine.synchronize()
+    held = backend.memory_stats().allocated - before
+    engine.close()
+    return {"held": held, "modes": [str(x.mode) for x in engine.plan.layers]}
 
 
 def searched() -> dict[str, Any]:

@@ -56,6 +56,8 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+LIMIT = 110_000_000
+"""Device bytes in which one rank keeps some layers, and of which exchanges take so much that all must stream."""
 ON_NODES = 6
 """The seed of what runs on two nodes."""
 NODES: list[dict[str, Any]] = [
@@ -76,6 +78,7 @@ def _cases(size: int) -> list[Case]:
         out += [("parallel.cases:one_more_forward", {"modes": "STREAM"})]
     if size == 2:
         out += [("parallel.cases:searched", {})]
+        out += [("parallel.cases:budgeted", {"planner": "rules", "limit": LIMIT})]
     if size == 3:
         out += [
             ("parallel.cases:branches", {"modes": m, "update": u, "twice": t})
@@ -92,8 +95,10 @@ def _cases(size: int) -> list[Case]:
             for m in ("STREAM", "DFGB")
             for u, t in (("step", False), ("backward", False), ("step", True))
         ]
+        out += [("parallel.cases:meetings", {"modes": m}) for m in ("GFGB", "STREAM", "DFGB")]
         out += [("parallel.cases:alone_without_gradients", {"modes": m}) for m in ("STREAM", "DFGB")]
-        out += [("parallel.cases:tiny", {"modes": m}) for m in ("GFGB", "DHA")]
+        out += [("parallel.cases:tiny", {"modes": m}) for m in Mode]
+        out += [("parallel.cases:no_sync_travels_once", {"modes": "random"})]
         out += [
             ("parallel.cases:edits", {"modes": m, "precision": p})
             for p in ("bf16", "fp32")
@@ -252,6 +257,15 @@ def test_ranks_that_use_different_parameters(world: World) -> None:
 
 
 @three
+def test_ranks_may_meet_between_passes(world: World) -> None:
+    want = world.of("meetings", modes="GFGB")[0]
+    for modes in ("GFGB", "STREAM", "DFGB"):
+        assert all(
+            same(r["state"]["model"], want["state"]["model"]) for r in world.of("meetings", modes=modes)
+        )
+
+
+@three
 def test_one_rank_may_evaluate_alone(world: World) -> None:
     for modes in ("STREAM", "DFGB"):
         ranks = world.of("alone_without_gradients", modes=modes)
@@ -282,9 +296,26 @@ def test_branches_equal_plain_pytorch(world: World) -> None:
 
 @three
 def test_fewer_parameters_than_ranks(world: World) -> None:
-    results = world.of("tiny", modes="GFGB") + world.of("tiny", modes="DHA")
+    results = [r for m in Mode for r in world.of("tiny", modes=m)]
     assert all(same(r, results[0]) for r in results)
-    assert float(results[0]["w"][0]) < 1.0
+    w = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = torch.optim.AdamW([w], lr=1e-2)
+    for step in range(3):
+        (torch.full((2,), 1.0 + step) * w).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(results[0]["w"], w.detach())
+    torch.testing.assert_close(results[0]["m"], optimizer.state[w]["exp_avg"])
+
+
+@three
+def test_no_sync_keeps_gradients_at_home_and_sends_them_once(world: World) -> None:
+    ranks = world.of("no_sync_travels_once")
+    size = sum(p.numel() for p in make_model(0).parameters()) * 4
+    for r in ranks:
+        assert r["inside"] == 0
+        assert r["kept"] >= size
+        assert r["outside"] == r["plain"] > 0
 
 
 @three
@@ -326,6 +357,17 @@ def test_a_searched_plan_knows_its_ranks(world: World) -> None:
         assert (fabric.ranks, fabric.nodes) == (2, 1)
         assert 0 < fabric.latency < 10 and fabric.bandwidth > 0
     assert {x[2:] for x in ranks[0]["plan"]} == {("stage", "host")}
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+def test_a_byte_budget_counts_what_exchanges_take(world: World, cpu: mf.Runtime) -> None:
+    from . import cases
+
+    alone = cases.budgeted("rules", LIMIT)
+    assert alone["held"] <= LIMIT
+    for r in world.of("budgeted"):
+        assert r["held"] <= LIMIT
+        assert r["modes"].count("GFGB") < alone["modes"].count("GFGB")
 
 
 @three

@@ -68,6 +68,8 @@ def run(words: list[str]) -> int:
 def main() -> int:
     if "RANK" in os.environ:
         return run(sys.argv[1:])
+    import torch._dynamo  # noqa: F401  # optimizers do at their first step: once here, instead of in every rank
+
     size, folder = int(sys.argv[1]), Path(sys.argv[2])
     results = []
     before = dict(os.environ)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # optimizers import it at their first step: once here, instead of in every rank
 from harness import LENGTH, VOCAB, layer_names, make_model, small_units
 
 import memferry_ascend as mf
@@ -35,7 +34,7 @@ ROWS = 24
 """Rows of a global batch: whole on 1, 2, 3 and 4 ranks."""
 
 
-HANG = 100
+HANG = 200
 """Seconds after which a rank prints where its threads are and gives up."""
 
 
@@ -294,6 +293,10 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    # What optimizers import at their first step: once here instead of in every rank. Where there is a device it might
+    # wake it, which a fork does not survive.
+    if os.environ["MEMFERRY_BACKEND"] == "cpu":
+        import torch._dynamo
     worlds = zip(sys.argv[1::2], sys.argv[2::2], strict=True)
     pids = [pid for size, to in worlds for pid in start(int(size), lambda _rank: main(Path(to)))]
     sys.exit(max(map(abs, wait(pids))))
