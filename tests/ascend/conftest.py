@@ -123,6 +123,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         )
         hook.pytest_runtest_logreport(report=report)
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # What an earlier test set up for this package or folder ends here if the next test is not in it.
+    session._setupstate.teardown_exact(nextitem)
     return True
 
 
