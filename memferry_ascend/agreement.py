@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from typing import Any
 
 import torch
 
 from memferry_ascend.errors import FerryError
 from memferry_ascend.layers import Layer
-from memferry_ascend.parallel import Ranks, must_agree
+from memferry_ascend.parallel import Ranks
 from memferry_ascend.planner.plan import Plan
 
 ELEMENTWISE = frozenset(
@@ -88,3 +89,35 @@ def _checksum(t: torch.Tensor) -> int:
 def choose(ranks: Ranks, given: Plan | None, found: Plan) -> Plan:
     """The plan that all ranks run: what they were given, or what rank 0 found (measurements differ by rank)."""
     return found if given is not None else ranks.from_first(found)
+
+
+def must_agree(ranks: Ranks, what: dict[str, dict[str, Any]]) -> None:
+    """Raise on every rank unless all were given the same. `what` maps a section (model, config, ...) to its entries.
+
+    Digests travel first, entries only of a section that differs.
+
+    Raises:
+        FerryError: names the section, the entry, both values and the ranks.
+    """
+    digests = ranks.gather_objects({k: _digest(v) for k, v in what.items()})
+    for section, entries in what.items():
+        if all(d.get(section) == digests[0].get(section) for d in digests):
+            continue
+        everyone = ranks.gather_objects({k: repr(v) for k, v in entries.items()})
+        first = everyone[0]
+        for rank, other in enumerate(everyone):
+            for key in [*first, *(k for k in other if k not in first)]:
+                mine, theirs = first.get(key, "nothing"), other.get(key, "nothing")
+                if mine != theirs:
+                    raise FerryError(
+                        f"data parallel: ranks were given different {section}s: {key} is {_short(mine)} on rank 0 and "
+                        f"{_short(theirs)} on rank {rank}; give every rank the same {section}"
+                    )
+
+
+def _digest(entries: dict[str, Any]) -> str:
+    return hashlib.sha256(repr(sorted((k, repr(v)) for k, v in entries.items())).encode()).hexdigest()
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -94,6 +94,9 @@ def _dispatch(words: list[str]) -> int:
     code, result = run(given)
     if given.json and result:
         print(json.dumps(result, allow_nan=False))
+    runtime = sys.modules.get("memferry_ascend.runtime")
+    if code == 0 and runtime is not None:
+        runtime.leave()
     return code
 
 

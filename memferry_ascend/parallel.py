@@ -1,4 +1,4 @@
-"""Ranks: process groups, collectives on bytes, who failed first, and whether all ranks were given the same.
+"""Ranks: process groups, collectives on bytes, and who failed first.
 
 torch.distributed is the engine (nccl, hccl, gloo). Ranks of one node form a *shard group*: parameters are cut into as
 many chunks as a node has ranks; across nodes each chunk's gradients are reduced between the ranks that own it (hybrid
@@ -49,6 +49,9 @@ class Ranks:
     and `near` (this node) are the user's thread's, `meeting` (this node), `shard` and `across` the lane's, `loads` (this
     node) the other lane's. Every rank must call the same ones in the same order.
     """
+
+    made = False
+    """The default process group is ours."""
 
     def __init__(self, device: torch.device, local_size: int | None = None) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -274,6 +277,13 @@ class Ranks:
         self.announce(error)
         self._excepthook(kind, error, trace)
 
+    def leave(self) -> None:
+        """The last thing a program does that has not failed: all ranks together, so that none finds its peers gone
+        while its threads still listen to them. Groups that the user made stay."""
+        if self.made:
+            self.barrier()
+            dist.destroy_process_group()
+
     def close(self) -> None:
         """Undo what concerns this process only; the groups go with the process."""
         if sys.excepthook == self._uncaught:
@@ -338,7 +348,8 @@ def connect(device: torch.device) -> Ranks | None:
                 "data parallel: this build of torch has no torch.distributed; install one that has"
             )
         return None
-    if not dist.is_initialized():
+    made = not dist.is_initialized()
+    if made:
         if size <= 1:
             return None
         missing = [k for k in ("RANK", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
@@ -361,38 +372,6 @@ def connect(device: torch.device) -> Ranks | None:
     forced = os.environ.get("MEMFERRY_RANKS_PER_NODE")
     if local is not None and int(local) < 1:
         raise ConfigError(f"data parallel: LOCAL_WORLD_SIZE is {local}; expected at least 1")
-    return Ranks(device, int(forced) if forced else None)
-
-
-def must_agree(ranks: Ranks, what: dict[str, dict[str, Any]]) -> None:
-    """Raise on every rank unless all were given the same. `what` maps a section (model, config, ...) to its entries.
-
-    Digests travel first, entries only of a section that differs.
-
-    Raises:
-        FerryError: names the section, the entry, both values and the ranks.
-    """
-    digests = ranks.gather_objects({k: _digest(v) for k, v in what.items()})
-    for section, entries in what.items():
-        if all(d.get(section) == digests[0].get(section) for d in digests):
-            continue
-        everyone = ranks.gather_objects({k: repr(v) for k, v in entries.items()})
-        first = everyone[0]
-        for rank, other in enumerate(everyone):
-            for key in [*first, *(k for k in other if k not in first)]:
-                mine, theirs = first.get(key, "nothing"), other.get(key, "nothing")
-                if mine != theirs:
-                    raise FerryError(
-                        f"data parallel: ranks were given different {section}s: {key} is {_short(mine)} on rank 0 and "
-                        f"{_short(theirs)} on rank {rank}; give every rank the same {section}"
-                    )
-
-
-def _digest(entries: dict[str, Any]) -> str:
-    import hashlib
-
-    return hashlib.sha256(repr(sorted((k, repr(v)) for k, v in entries.items())).encode()).hexdigest()
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 120 else text[:117] + "..."
+    ranks = Ranks(device, int(forced) if forced else None)
+    ranks.made = made
+    return ranks

@@ -129,6 +129,12 @@ def announce(error: BaseException) -> None:
         _current.ranks.announce(error)
 
 
+def leave() -> None:
+    """This program has done what it was to do: with other ranks, leave together."""
+    if _current is not None and _current.ranks is not None:
+        _current.ranks.leave()
+
+
 def reset() -> None:
     """Forget the runtime (tests, and processes that switch backends). Engines must be closed."""
     global _current, _arguments

@@ -22,8 +22,7 @@ UPDATES = ("step", "backward")
 
 # Runs of one group must agree bit for bit, whatever their plan, their delays and when updates start.
 GROUPS: dict[str, list[dict[str, Any]]] = {
-    "plain": [{"modes": m} for m in MODES]
-    + [{"modes": m, "delays": 0.002, "unit_bytes": 1} for m in ("random", "STREAM", "DFGB")],
+    "plain": [{"modes": m} for m in MODES] + [{"modes": "random", "delays": 0.002, "unit_bytes": 1}],
     "bf16 accumulated and clipped": [
         {"modes": m, "micro": 2, "config": {"precision": "bf16", "max_grad_norm": 0.05}, **more}
         for m, more in (("GFGB", {}), ("random", {"delays": 0.002}), ("DHA", {"delays": 0.001}))
@@ -35,6 +34,14 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
             ("random", "backward", {"delays": 0.002}),
             ("STREAM", "backward", {"unit_bytes": 1}),
             ("DFGB", "backward", {"delays": 0.001}),
+        )
+    ],
+    "loads": [
+        {"modes": m, "seed": 7, **more}
+        for m, more in (
+            ("GFGB", {}),
+            ("STREAM", {"delays": 0.002, "unit_bytes": 1}),
+            ("DFGB", {"delays": 0.002, "unit_bytes": 1}),
         )
     ],
     "no_sync": [

@@ -141,11 +141,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         if at is not None:
             ax.axvline(at, color="gray", linewidth=0.8)
             said = f" collectives take longer than links from {at} devices"
-            ax.text(at, 0.02, said, fontsize=8, transform=ax.get_xaxis_transform())
+            ax.text(at, 0.94, said, fontsize=8, transform=ax.get_xaxis_transform())
         ax.set(xscale="log", yscale="log", xlabel="devices")
         ax.set_title(title, fontsize=10)
     axes[0].set_ylabel("seconds an iteration (simulated)")
-    axes[2].legend(fontsize=8, loc="center right")
+    axes[2].legend(fontsize=8, loc="lower left")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
