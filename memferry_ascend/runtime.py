@@ -79,15 +79,17 @@ def init(topology: str = "auto", backend: str | None = None) -> Runtime:
     backend: "cpu", "cuda" or "ascend"; None takes MEMFERRY_BACKEND, else what the machine has.
 
     Raises:
-        ConfigError: unknown backend or topology, or a second call with other arguments.
+        ConfigError: unknown backend or topology, or a second call that asks for other than what is there (one that leaves
+            an argument out asks for nothing).
     """
     global _current, _arguments
     backend = backend or os.environ.get("MEMFERRY_BACKEND") or None
     if _current is not None:
-        if _arguments != (topology, backend):
+        assert _arguments is not None
+        if topology not in ("auto", _arguments[0]) or backend not in (None, _arguments[1]):
             raise ConfigError(
-                f"init was called with topology={_arguments and _arguments[0]!r}, backend="
-                f"{_arguments and _arguments[1]!r} before; expected the same arguments, got topology={topology!r}, "
+                f"init was called with topology={_arguments[0]!r}, backend="
+                f"{_arguments[1]!r} before; expected the same arguments, got topology={topology!r}, "
                 f"backend={backend!r}"
             )
         return _current

@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import runpy
+import signal
 import sys
 from typing import Any
 
@@ -20,8 +21,14 @@ import torch_npu  # noqa: F401
 import memferry_ascend  # noqa: F401
 
 
+def end_with_parent() -> None:
+    """Tests that are stopped leave nothing running."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def become(request: dict[str, Any]) -> None:
     """In the forked process: turn into the program. Its exceptions and exit are the interpreter's to handle."""
+    end_with_parent()
     os.environ.clear()
     os.environ.update(request["environ"])
     os.chdir(request["folder"])
@@ -37,6 +44,7 @@ def become(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

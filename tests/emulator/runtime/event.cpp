@@ -151,6 +151,7 @@ EMU_API aclError aclrtEventElapsedTime(float* ms, aclrtEvent from, aclrtEvent to
     EventRef first, second;
     if (aclError bad = find_event(from, first)) return bad;
     if (aclError bad = find_event(to, second)) return bad;
+    if (first == second) return *ms = 0, ACL_SUCCESS;  // one mutex cannot be locked twice
     std::scoped_lock guard(first->mutex, second->mutex);
     if (!first->timed || !second->timed || !first->done || !second->done)
         return refuse(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, "aclrtEventElapsedTime: an event has no time stamp");

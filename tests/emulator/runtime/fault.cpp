@@ -31,12 +31,16 @@ struct Faults {
     std::map<int, long> lost_after;  // device -> calls left
     std::vector<std::vector<std::string>> operators;
 
-    Faults() {
-        for (auto& rule : split(settings().fail, ',')) {
+    void fail(const std::string& rules) {
+        for (auto& rule : split(rules, ',')) {
             auto part = split(rule, ':');
             if (part.size() != 3) continue;
             failures.push_back({part[0], atol(part[1].c_str()), part[1].back() == '+', (aclError)atol(part[2].c_str())});
         }
+    }
+
+    Faults() {
+        fail(settings().fail);
         for (auto& rule : split(settings().lost, ',')) {
             auto part = split(rule, ':');
             if (!part[0].empty()) lost_after[atoi(part[0].c_str())] = part.size() > 1 ? atol(part[1].c_str()) : 0;
@@ -102,4 +106,11 @@ EMU_API void emuLoseDevice(int device) {
     auto& f = emu::faults();
     std::lock_guard<std::mutex> guard(f.mutex);
     f.lost_after[device] = 0;
+}
+
+// For tests: more rules of EMU_FAIL, counted from now on.
+EMU_API void emuFail(const char* rules) {
+    auto& f = emu::faults();
+    std::lock_guard<std::mutex> guard(f.mutex);
+    f.fail(rules);
 }
