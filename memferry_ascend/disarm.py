@@ -73,6 +73,10 @@ def _unhook(engine: Engine) -> None:
         handle.remove()
     for window in engine._windows:
         window.close()
+    moves = engine.__dict__.get("_moves")
+    if moves is not None:
+        moves.end_backward()
+        moves.close()
     direct = engine.__dict__.get("_direct")
     if direct is not None:
         direct.remove()
@@ -85,7 +89,7 @@ def _release(engine: Engine) -> None:
     if engine._transfers is not None:
         engine._transfers.close()
     for r in engine._residents:  # by hand: hooks, graphs and frames may hold on to them for a while
-        r.buffer, r.rest, r.ring, r.deferred = None, {}, None, None
+        r.let_go()
         if isinstance(r.memory, DeviceMemory):
             r.memory.release()
     gradients = engine.__dict__.get("_gradients")

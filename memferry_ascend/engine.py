@@ -56,6 +56,7 @@ from memferry_ascend.recorder import Recorder
 from memferry_ascend.runtime import Runtime
 from memferry_ascend.saved import SavedHooks
 from memferry_ascend.shadow import Resident
+from memferry_ascend.swapped import Swaps
 from memferry_ascend.tracing import ReadTracer
 from memferry_ascend.weights import Source, Weights
 from memferry_ascend.windows import Hook, Window
@@ -207,7 +208,7 @@ class Engine:
         self._integrity = Integrity(
             [(p, r.rest[p.index]) for r in self._residents for p in r.unit.params], self._handles
         )
-        self._saved = SavedHooks()
+        self._moves: SavedHooks | Swaps = Swaps() if backend.swaps else SavedHooks()
         self._by_module = {id(layer.module): (layer.module, list(layer.reads)) for layer in layers}
         self._unread: list[Resident] = []
         self._install_windows()
@@ -239,7 +240,7 @@ class Engine:
             for p in params:
                 r = self._resident_of[id(p.param)]
                 reads.setdefault(r.order, (r, []))[1].append(p)
-            window = Window(module, list(reads.values()), self._saved)
+            window = Window(module, list(reads.values()), self._moves)
             window.install()
             self._windows.append(window)
 
@@ -249,6 +250,7 @@ class Engine:
         self._jobs.check()
         self._guard.off()
         self._abandon_forward()
+        self._backward_ended()
         self._integrity.check()
         if torch.is_autocast_enabled(self._backend.device.type) and torch.is_autocast_cache_enabled():
             raise FerryError(
@@ -269,7 +271,7 @@ class Engine:
 
     def _abandon_forward(self) -> None:
         """Ctrl-C ends a forward pass without running a hook: take away what it has left. Nothing to do otherwise."""
-        self._saved.reset()
+        self._moves.reset()
         for window in self._windows:
             window.reset()
         if self._tracer is not None:
@@ -330,6 +332,8 @@ class Engine:
 
     # -- backward ------------------------------------------------------------------------------------------------------
     def _backward_ended(self) -> None:
+        """Also called where one must have: `autograd.grad` for an input takes no gradient that would tell us."""
+        self._moves.end_backward()
         if self._ring is not None:
             self._ring.end_backward()
 
@@ -346,6 +350,7 @@ class Engine:
         self._jobs.check()
         check_trainable(self._params)
         self._guard.off()
+        self._backward_ended()
         self._integrity.check()
         self._gradients.finish("step")
         early, self._updating = self._updating, []

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memferry_ascend.marks import tensors_in
+from memferry_ascend.tracing import tensors_in
 from memferry_ascend.trial import Trial
 
 CLOSE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 1e-3)}

@@ -15,7 +15,7 @@ A module may contain others that own parameters themselves: time counts for the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from memferry_ascend.backends.base import Backend, Event
 from memferry_ascend.layers import Layer
+from memferry_ascend.tracing import tensors_in
 from memferry_ascend.windows import Hook
 
 NOBODY = -1
@@ -39,18 +40,6 @@ class Mark:
     layer: int
     event: Event
     memory: int = -1
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested lists, tuples, mappings and objects with attributes (outputs of dataclass type)."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
 
 
 class Marks:

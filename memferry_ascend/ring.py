@@ -96,6 +96,7 @@ class Ring:
                 done = self._by_unit.get(id(self._lease))
                 if done is not None:
                     self._backend.compute.record(done.read)
+                self._lease.move(None)
             self._lease = unit
             slot = self._by_unit.get(id(unit)) or self._fetch(unit)
             if slot is None:
@@ -112,7 +113,12 @@ class Ring:
                 slot = self._by_unit.get(id(self._lease))
                 if slot is not None:
                     self._backend.compute.record(slot.read)
+                self._lease.move(None)
             self._lease = None
+
+    def leased(self, unit: Resident) -> bool:
+        """Nothing overwrites this unit's slot: nodes of it may still run."""
+        return self._lease is unit
 
     def drop(self, unit: Resident) -> None:
         """The unit's values are about to change: what a slot holds is worth nothing. Later kernels of the old graph
@@ -136,7 +142,9 @@ class Ring:
         with self._lock:
             if id(unit) in self._wanted:
                 self._wanted.discard(id(unit))
-                if id(unit) not in self._by_unit:
+                # This thread may have been away for so long that the next update was handed over: waiting for that one
+                # here would wait for ourselves.
+                if id(unit) not in self._by_unit and unit.loadable():
                     self._load(unit, self._urgent, keep=tuple(self.units[: len(self.slots)]))
 
     def close(self) -> None:

@@ -2,8 +2,9 @@
 
 Packing a parameter view as (unit, offset, size, stride) and unpacking it from wherever the unit lives then is
 official, works on every torch version and device, and costs a few percent of launch time, so hooks are pushed only
-around windows of DFGB and STREAM units. Only the innermost hooks apply: every tensor that is not one of our
-parameters goes to the hooks beneath ours, or `torch.utils.checkpoint` would silently keep every activation.
+around windows of DFGB and STREAM units, and only where `swapped.py` cannot do. Only the innermost hooks apply: every
+tensor that is not one of our parameters goes to the hooks beneath ours, or `torch.utils.checkpoint` would silently keep
+every activation.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 
 from memferry_ascend.errors import FerryError
+from memferry_ascend.layers import Param
+from memferry_ascend.ring import Slot
 from memferry_ascend.shadow import Resident
 
 _push = torch._C._autograd._push_saved_tensors_default_hooks
@@ -60,12 +63,50 @@ class Handle:
 
 
 class SavedHooks:
-    """Pushes hooks around a window. `ranges` are the byte ranges its parameters occupy now: (first, last, unit)."""
+    """Moves units by binding their parameters to other tensors and hooking what autograd saves meanwhile."""
 
     def __init__(self) -> None:
         self.open = 0
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
 
-    def push(self, ranges: Sequence[tuple[int, int, Resident]]) -> None:
+    def enter(self, entered: Sequence[tuple[Resident, list[Param], Slot | None]], watched: bool) -> None:
+        """A window opens: bind what has a slot to it, and push hooks if autograd records (`watched`)."""
+        ranges: list[tuple[int, int, Resident]] = []
+        for resident, params, slot in entered:
+            alias = resident.memory.param.device
+            assert alias is not None
+            # A nested window that closes binds its parameters to the alias again: both places are this unit's.
+            ranges.append((alias.data_ptr(), alias.data_ptr() + alias.numel(), resident))
+            if slot is not None:
+                for p in params:
+                    p.param.data = self._view(resident, p, slot)
+                first = slot.bytes.data_ptr()
+                ranges.append((first, first + alias.numel(), resident))
+        if watched:
+            self._push(ranges)
+
+    def _view(self, resident: Resident, p: Param, slot: Slot) -> torch.Tensor:
+        key = (p.index, id(slot))
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = resident.memory.buffer_param(slot.bytes, p)
+        return view
+
+    def leave(
+        self, entered: Sequence[tuple[Resident, list[Param], Slot | None]], watched: bool, _output: Any
+    ) -> None:
+        """It closes."""
+        if watched:
+            self._pop()
+        for resident, params, slot in entered:
+            if slot is not None:
+                for p in params:
+                    p.param.data = resident.rest[p.index]
+
+    def end_backward(self) -> None:
+        """Nothing is bound in a backward pass."""
+
+    def _push(self, ranges: Sequence[tuple[int, int, Resident]]) -> None:
         beneath = torch._C._autograd._top_saved_tensors_default_hooks(True)
         below_pack: Callable[[torch.Tensor], Any] | None
         below_unpack: Callable[[Any], torch.Tensor] | None
@@ -96,11 +137,15 @@ class SavedHooks:
         _push(pack, unpack)
         self.open += 1
 
-    def pop(self) -> None:
+    def _pop(self) -> None:
         _pop()
         self.open -= 1
 
     def reset(self) -> None:
         """Take away what an interrupted forward pass (Ctrl-C: no hook runs) has left pushed."""
         while self.open:
-            self.pop()
+            self._pop()
+
+    def close(self) -> None:
+        """Let go of every tensor."""
+        self._views.clear()

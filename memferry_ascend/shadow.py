@@ -9,7 +9,8 @@ Who holds what, by mode (paper section IV-C; STREAM is ours):
     STREAM   arena alias         ring slot                  ring slot, loaded again
 
 GFGB and DHA parameters never change their storage, so autograd needs no help. DFGB and STREAM do: what autograd saves
-in the forward pass must be found elsewhere in the backward pass, which is `saved.py`'s job.
+in the forward pass must be found elsewhere in the backward pass. Two ways do that: saved-tensor hooks (`saved.py`), and
+exchanging the memory beneath the tensors (`swapped.py`), where torch and the backend can.
 
 A unit is *pending* from the moment `step()` hands its update to the worker until somebody has waited for it. Only
 then may its storage be read: on the host side for an alias, behind the upload's event for a device copy.
@@ -29,6 +30,39 @@ from memferry_ascend.jobs import Jobs, Upload
 from memferry_ascend.layers import Param, Unit
 from memferry_ascend.planner.plan import Mode
 from memferry_ascend.ring import Ring
+
+
+class Switch:
+    """Bytes whose memory can be exchanged: a storage of its own over the arena's alias of one unit."""
+
+    def __init__(self, alias: torch.Tensor) -> None:
+        self.bytes = _storage_over(alias)
+        self._elsewhere: dict[int, torch.Tensor] = {}
+        """By address, storages as large as ours over slots and buffers; one of them may hold the alias instead."""
+        self._at: torch.Tensor | None = None
+
+    def to(self, raw: torch.Tensor | None) -> None:
+        """Be over the first bytes of `raw`, or over the alias again (None)."""
+        there = None
+        if raw is not None:
+            there = self._elsewhere.get(raw.data_ptr())
+            if there is None:
+                there = _storage_over(raw[: self.bytes.numel()])
+                self._elsewhere[raw.data_ptr()] = there
+        if there is self._at:
+            return
+        mine = self.bytes.untyped_storage()
+        for other in (self._at, there):
+            if other is not None:
+                mine._swap_data_ptr_(other.untyped_storage())  # type: ignore[attr-defined]
+        self._at = there
+
+
+def _storage_over(raw: torch.Tensor) -> torch.Tensor:
+    """The same bytes as a tensor with a storage that begins and ends with them; keeps `raw` alive."""
+    own: torch.Tensor = torch.from_dlpack(torch.utils.dlpack.to_dlpack(raw))
+    assert own.untyped_storage().nbytes() == raw.numel() and own.data_ptr() == raw.data_ptr()
+    return own
 
 
 class Resident:
@@ -64,6 +98,10 @@ class Resident:
             self.buffer = memory.buffer
         elif self.mode in (Mode.GFGB, Mode.DFGB):
             self.buffer = backend.alloc_device(self._buffer_bytes())
+        self._switch: Switch | None = None
+        if backend.swaps and self.mode in (Mode.DFGB, Mode.STREAM):
+            assert memory.param.device is not None
+            self._switch = Switch(memory.param.device[: memory.layout.nbytes])
         self.rest = {p.index: self._rest(p) for p in unit.params}
         """What each parameter is bound to outside a window."""
 
@@ -85,7 +123,25 @@ class Resident:
         if self.mode is Mode.GFGB and p.index not in self.unit.aliased:
             assert self.buffer is not None
             return self.memory.buffer_param(self.buffer, p)
+        if self._switch is not None and p.index not in self.unit.aliased:
+            return self.memory.buffer_param(self._switch.bytes, p)
         return self.memory.device_param(p)
+
+    def move(self, raw: torch.Tensor | None) -> None:
+        """Have the parameters in `raw`, a slot or buffer that holds this unit; None: in the arena. For units that exchange
+        memory; nothing otherwise."""
+        if self._switch is not None:
+            self._switch.to(raw)
+
+    @property
+    def leased(self) -> bool:
+        """In the backward pass, and its slot is safe."""
+        return self.ring is not None and self.ring.leased(self)
+
+    def let_go(self) -> None:
+        """Drop every tensor over the arena and the device memory."""
+        self.move(None)
+        self.buffer, self.rest, self.ring, self.deferred, self._switch = None, {}, None, None, None
 
     def bind_rest(self) -> None:
         """Bind every parameter to its resting place."""
@@ -120,6 +176,7 @@ class Resident:
     def forget(self) -> None:
         """The arena was written by somebody else: no device copy is worth anything."""
         self._reloaded = False
+        self.move(None)
         if self.ring is not None:
             self.ring.drop(self)
 

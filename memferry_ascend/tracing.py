@@ -6,7 +6,7 @@ tied head is often `F.linear(h, wte.weight)` in the root's forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,18 @@ def parameters_in(args: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield a
         elif isinstance(a, list | tuple):
             yield from parameters_in(a)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested lists, tuples, mappings and objects with attributes (outputs of dataclass type)."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
 
 
 def reads_values(func: Callable[..., Any]) -> bool:

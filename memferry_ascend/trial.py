@@ -26,8 +26,9 @@ from memferry_ascend.arena import Arena, UnitMemory
 from memferry_ascend.backends.base import Backend, align
 from memferry_ascend.errors import FerryError
 from memferry_ascend.layers import SMALLEST_UNIT, Layer, Param, Unit
-from memferry_ascend.marks import Marks, ancestors, tensors_in
+from memferry_ascend.marks import Marks, ancestors
 from memferry_ascend.planner.plan import LayerPlan
+from memferry_ascend.tracing import tensors_in
 
 
 def to_device(value: Any, device: torch.device) -> Any:

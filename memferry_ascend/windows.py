@@ -19,6 +19,7 @@ from memferry_ascend.planner.plan import Mode
 from memferry_ascend.ring import Slot
 from memferry_ascend.saved import SavedHooks
 from memferry_ascend.shadow import Resident
+from memferry_ascend.swapped import Swaps
 
 
 def _ignore(*_: Any) -> None:
@@ -43,27 +44,27 @@ class _Frame:
     """One call of a window's module."""
 
     entered: list[tuple[Resident, list[Param], Slot | None]] = field(default_factory=list)
-    pushed: bool = False
+    watched: bool = False
+    """Autograd records what happens inside."""
 
 
 class Window:
     """The parameters that `module` reads, by unit."""
 
     def __init__(
-        self, module: nn.Module, reads: list[tuple[Resident, list[Param]]], hooks: SavedHooks
+        self, module: nn.Module, reads: list[tuple[Resident, list[Param]]], moves: SavedHooks | Swaps
     ) -> None:
         self.module = module
         self.fixed: list[Resident] = []
         self.moving: list[tuple[Resident, list[Param]]] = []
         for r, params in reads:
-            moves = [p for p in params if p.index not in r.unit.aliased]
-            if r.mode in (Mode.GFGB, Mode.DHA) or not moves:
+            moving = [p for p in params if p.index not in r.unit.aliased]
+            if r.mode in (Mode.GFGB, Mode.DHA) or not moving:
                 self.fixed.append(r)
             else:
-                self.moving.append((r, moves))
-        self._hooks = hooks
+                self.moving.append((r, moving))
+        self._moves = moves
         self._open: list[_Frame] = []
-        self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._handles: list[RemovableHandle] = []
 
     def install(self) -> None:
@@ -82,7 +83,6 @@ class Window:
         """Remove the hooks and let go of every tensor."""
         self.remove()
         self._open.clear()
-        self._views.clear()
         self.fixed, self.moving = [], []
 
     def _wait(self, *_: Any) -> None:
@@ -94,50 +94,33 @@ class Window:
         frame = _Frame()
         self._open.append(frame)  # first: `_leave` runs, and undoes what was done, also when this raises
         self._wait()
-        ranges = []
         for resident, params in self.moving:
             resident.wait()
             slot = resident.ring.forward(resident) if resident.ring is not None else None
             frame.entered.append((resident, params, slot))
-            alias = resident.memory.param.device
-            assert alias is not None
-            # A nested window that closes binds its parameters to the alias again: both places are this unit's.
-            ranges.append((alias.data_ptr(), alias.data_ptr() + alias.numel(), resident))
-            if slot is not None:
-                for p, view in zip(params, self._slot_views(resident, params, slot), strict=True):
-                    p.param.data = view
-                first = slot.bytes.data_ptr()
-                ranges.append((first, first + alias.numel(), resident))
-        if torch.is_grad_enabled():
-            self._hooks.push(ranges)
-            frame.pushed = True
+        watched = torch.is_grad_enabled()
+        self._moves.enter(frame.entered, watched)
+        frame.watched = watched
 
-    def _slot_views(self, resident: Resident, params: list[Param], slot: Slot) -> list[torch.Tensor]:
-        key = (id(resident), id(slot))
-        if key not in self._views:
-            self._views[key] = [resident.memory.buffer_param(slot.bytes, p) for p in params]
-        return self._views[key]
-
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
         if not self._open:
             return
         frame = self._open.pop()
-        if frame.pushed:
-            self._hooks.pop()
+        self._moves.leave(frame.entered, frame.watched, output)
         self._let_go(frame)
 
     def reset(self) -> None:
         """Close what an interrupted forward pass has left open; its saved-tensor hooks are taken away elsewhere."""
         while self._open:
-            self._let_go(self._open.pop())
+            frame = self._open.pop()
+            self._moves.leave(frame.entered, False, None)
+            self._let_go(frame)
 
     @staticmethod
     def _let_go(frame: _Frame) -> None:
-        for resident, params, slot in frame.entered:
+        for resident, _, slot in frame.entered:
             if slot is not None:
-                for p in params:
-                    p.param.data = resident.rest[p.index]
                 assert resident.ring is not None
                 resident.ring.release(slot)
-            elif frame.pushed and resident.mode is Mode.DFGB:
+            elif frame.watched and resident.mode is Mode.DFGB:
                 resident.load_for_backward()

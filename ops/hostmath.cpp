@@ -182,20 +182,28 @@ void accumulate(float* acc, const void* grad, bool grad_bf16, int64_t n, bool fi
     });
 }
 
-double sum_squares(const void* grad, bool grad_bf16, int64_t n) {
-    // Chunks of a fixed size, added in order: the sum depends on the values alone, not on the threads.
+void sum_squares(const Squares* pieces, size_t count, double* sums) {
+    // Chunks of a fixed size, added in order: a sum depends on its values alone, not on the threads or the other pieces.
+    // All pieces are one job of the pool: waking it for every small tensor costs more than summing it.
     constexpr int64_t CHUNK = 16384;
     const Kernels& kernels = *selected().load();
-    std::vector<double> partial((n + CHUNK - 1) / CHUNK);
+    std::vector<int64_t> ends;
+    int64_t total = 0;
+    for (size_t i = 0; i < count; ++i) ends.push_back(total += (pieces[i].numel + CHUNK - 1) / CHUNK);
+    std::vector<double> partial(total);
     auto task = [&](int64_t t) {
-        const int64_t a = t * CHUNK, length = std::min(CHUNK, n - a);
-        partial[t] = grad_bf16 ? kernels.sum_squares_bf16(static_cast<const uint16_t*>(grad) + a, length)
-                               : kernels.sum_squares_fp32(static_cast<const float*>(grad) + a, length);
+        const size_t at = std::upper_bound(ends.begin(), ends.end(), t) - ends.begin();
+        const Squares& p = pieces[at];
+        const int64_t first = (t - (at ? ends[at - 1] : 0)) * CHUNK, length = std::min(CHUNK, p.numel - first);
+        partial[t] = p.bf16 ? kernels.sum_squares_bf16(static_cast<const uint16_t*>(p.grad) + first, length)
+                            : kernels.sum_squares_fp32(static_cast<const float*>(p.grad) + first, length);
     };
-    parallel(static_cast<int64_t>(partial.size()), task);
-    double sum = 0.0;
-    for (double x : partial) sum += x;
-    return sum;
+    parallel(total, task);
+    int64_t t = 0;
+    for (size_t i = 0; i < count; ++i) {
+        sums[i] = 0.0;
+        for (; t < ends[i]; ++t) sums[i] += partial[t];
+    }
 }
 
 void copy_bytes(void* dst, const void* src, int64_t n) {

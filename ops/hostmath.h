@@ -25,11 +25,17 @@ static_assert(sizeof(AdamSegment) == 112, "hostmath.py declares the same layout"
 enum : uint32_t { KIND_GRAD_BF16 = 1, KIND_SPLIT = 2 };
 enum : uint32_t { FLAG_ENABLED = 1, FLAG_DECOUPLED = 2, FLAG_MAXIMIZE = 4 };
 
+struct Squares {  // a tensor whose squares are summed
+    const void* grad;
+    int64_t numel;
+    bool bf16;
+};
+
 void adam(const AdamSegment* segments, size_t count);
 void split_master(const float* master, uint16_t* hi, int16_t* lo, int64_t n);
 void join_master(const uint16_t* hi, const int16_t* lo, float* out, int64_t n);
 void accumulate(float* acc, const void* grad, bool grad_bf16, int64_t n, bool first, float scale);
-double sum_squares(const void* grad, bool grad_bf16, int64_t n);
+void sum_squares(const Squares* pieces, size_t count, double* sums);
 void copy_bytes(void* dst, const void* src, int64_t n);
 void zero_bytes(void* dst, int64_t n);
 

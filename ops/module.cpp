@@ -33,7 +33,12 @@ void bind_hostmath(py::module_& m) {
         });
     });
     m.def("sum_squares", [](uintptr_t grad, bool bf16, int64_t n) {
-        return unlocked([&] { return sum_squares(at<const void>(grad), bf16, n); });
+        return unlocked([&] {
+            const Squares piece{at<const void>(grad), n, bf16};
+            double sum = 0.0;
+            sum_squares(&piece, 1, &sum);
+            return sum;
+        });
     });
     m.def("copy_bytes", [](uintptr_t dst, uintptr_t src, int64_t n) {
         unlocked([&] { copy_bytes(at<void>(dst), at<const void>(src), n); });

@@ -53,9 +53,12 @@ void Worker::run(Job& job) {
         if (f.clear) zero_bytes(reinterpret_cast<void*>(f.grad), f.numel * (f.bf16 ? 2 : 4));
     }
     if (!job.pieces.empty()) {
+        std::vector<Squares> tensors;
+        for (const Piece& p : job.pieces) tensors.push_back({reinterpret_cast<const void*>(p.grad), p.numel, p.bf16 != 0});
+        std::vector<double> sums(tensors.size());
+        sum_squares(tensors.data(), tensors.size(), sums.data());
         std::map<int64_t, double> squares;
-        for (const Piece& p : job.pieces)
-            squares[p.index] = sum_squares(reinterpret_cast<const void*>(p.grad), p.bf16, p.numel);
+        for (size_t i = 0; i < sums.size(); ++i) squares[job.pieces[i].index] = sums[i];
         const double norm = combine(squares), coefficient = job.limit / (norm + 1e-6);
         job.scale->value = coefficient > 1.0 ? 1.0 : coefficient;
         job.scale->norm = norm;

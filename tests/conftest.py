@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from memferry_ascend import runtime
+from memferry_ascend.backends.cpu import CpuBackend
 
 torch.set_num_threads(1)  # the models here are tiny: more threads only wait for each other
 
@@ -26,6 +27,15 @@ def fresh_runtime(monkeypatch: pytest.MonkeyPatch, profile_cache: Path) -> Itera
     torch.manual_seed(0)
     yield
     runtime.reset()
+
+
+@pytest.fixture(params=["swap", "hooks"])
+def moves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to have autograd find units that move, as far as this torch has them."""
+    if request.param == "hooks":
+        monkeypatch.setattr(CpuBackend, "swaps", False)
+    elif not CpuBackend.swaps:
+        pytest.skip("this torch cannot exchange the memory beneath a tensor")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -20,11 +21,13 @@ from harness import (
 )
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import memferry_ascend as mf
+from memferry_ascend.jobs import PythonJobs
 from memferry_ascend.planner import Mode
 
-pytestmark = pytest.mark.usefixtures("cpu")
+pytestmark = pytest.mark.usefixtures("moves", "cpu")
 
 SETTINGS = settings(
     max_examples=20,
@@ -144,3 +147,61 @@ def test_bf16_losses_equal_plain_pytorch_with_fp32_masters(seed: int) -> None:
         optimizer.step()
         shadow.zero_grad()
         assert loss_got == pytest.approx(float(loss.detach()), rel=1e-5)
+
+
+def test_a_late_offer_does_not_wait_for_the_next_update() -> None:
+    """The worker tells the ring of an update after everybody else may know: the next one can be handed over by then."""
+    model = make_model(1)
+    engine = mf.ferry(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        config=mf.Config(precision="fp32"),
+        plan=plan_of(model, Mode.STREAM),
+    )
+    ring, jobs = engine._ring, engine._jobs
+    assert ring is not None and isinstance(jobs, PythonJobs)
+    unit = ring.units[0]
+    ring.drop(unit)
+    ring.expect_forward()
+    jobs._updates[unit.unit.index] += 1
+    late = threading.Thread(target=ring.offer, args=(unit,))
+    late.start()
+    late.join(5.0)
+    stuck = late.is_alive()
+    jobs._updates[unit.unit.index] -= 1
+    jobs.worker.notify()
+    late.join()
+    engine.close()
+    assert not stuck
+
+
+@pytest.mark.parametrize("mode", [Mode.STREAM, Mode.DFGB])
+def test_nodes_of_exchanged_units_find_them_on_the_device(mode: Mode) -> None:
+    backend = mf.current().backend
+    if not backend.swaps:
+        pytest.skip("saved-tensor hooks bind nothing in a backward pass")
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    engine = mf.ferry(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        config=mf.Config(precision="fp32"),
+        plan=plan_of(model, mode),
+    )
+    rest = {m: m.weight.data_ptr() for m in model}
+    seen: list[bool] = []
+    for _ in range(3):
+        handles = [
+            m.register_forward_hook(
+                lambda m, _i, out: (
+                    out.register_hook(lambda _g, m=m: seen.append(m.weight.data_ptr() != rest[m])) and None
+                )
+            )
+            for m in model
+        ]
+        engine.model(torch.ones(2, 8)).sum().backward()
+        assert all(m.weight.data_ptr() == rest[m] for m in model)
+        engine.optimizer.step()
+        for h in handles:
+            h.remove()
+    engine.close()
+    assert seen == [True] * 18

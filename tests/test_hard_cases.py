@@ -26,7 +26,7 @@ MODES = list(Mode)
 
 
 @pytest.fixture(autouse=True)
-def slow(cpu: runtime.Runtime) -> Iterator[Delays]:
+def slow(moves: None, cpu: runtime.Runtime) -> Iterator[Delays]:
     """Every hand-over is late."""
     delays = Delays(ALL_POINTS, seed=1, most=0.001)
     cpu.backend.disturb = delays

@@ -195,6 +195,8 @@ class Backend(ABC):
     """The NUMA node that host memory and host threads go to (`numa.choose`); None: wherever they come."""
     device_waits: bool = False
     """Streams can wait for a word of mapped host memory (`wait_word`)."""
+    swaps: bool = False
+    """Units that move exchange the memory beneath their tensors (`swapped.py`); otherwise saved-tensor hooks find them."""
 
     def __init__(self) -> None:
         self._streams: dict[str, Stream] = {}

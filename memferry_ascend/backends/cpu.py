@@ -174,6 +174,7 @@ class CpuBackend(Backend):
 
     name = "cpu"
     carries = True
+    swaps = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
     def __init__(self, limit: int | None = None) -> None:
         super().__init__()
@@ -254,7 +255,7 @@ class CpuBackend(Backend):
         return Capabilities(
             dha_kinds=frozenset({"*"}),
             direct_kinds=DIRECT_KINDS,
-            swap_storage=hasattr(torch.UntypedStorage, "_swap_data_ptr_"),
+            swap_storage=self.swaps,
             notes=("host and device memory are both ordinary memory; copies run on worker threads",),
         )
 

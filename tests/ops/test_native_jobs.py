@@ -21,7 +21,7 @@ from memferry_ascend import hostmath
 from memferry_ascend.backends.cpu import CpuBackend
 from memferry_ascend.errors import FerryError
 from memferry_ascend.hostmath import AdamHyper, AdamProgram, AdamSegment
-from memferry_ascend.jobs import Fold, Update
+from memferry_ascend.jobs import Fold, Update, combine, factor
 
 pytestmark = pytest.mark.skipif(
     not hostmath.NATIVE or shutil.which("g++") is None, reason="needs the extension and g++"
@@ -169,6 +169,23 @@ def test_running_ahead_neither_deadlocks_nor_tears(machine: Machine, delay: floa
         assert torch.equal(u.host, want)
         assert torch.equal(u.buffer, want)
         assert not u.grad.any()  # cleared when consumed, before the next one came
+
+
+def test_the_norm_of_many_tensors_is_that_of_each_alone(machine: Machine) -> None:
+    g = torch.Generator().manual_seed(1)
+    sizes = [1, 16_384, 3, 40_000, 16_385, 7]
+    pieces = [
+        (9 - i, torch.randn(n, generator=g).to(torch.bfloat16 if i % 2 else torch.float32))
+        for i, n in enumerate(sizes)
+    ]
+    want = combine({index: hostmath.sum_squares(grad) for index, grad in pieces})
+    found = set()
+    for threads in (1, 3):
+        hostmath.set_threads(threads)
+        scale = machine.jobs.norm([], pieces, 0.5)
+        machine.jobs.wait_norm()
+        found.add((scale.norm, scale.value))
+    assert found == {(want, factor(0.5, want))}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
