@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from memferry_ascend import runtime
+from memferry_ascend.backends.cuda import CudaBackend
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -21,3 +22,11 @@ def cuda(fresh_runtime: None) -> Iterator[runtime.Runtime]:
     torch.use_deterministic_algorithms(True)
     yield runtime.init(backend="cuda")
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(params=["swap", "hooks"])
+def moves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to have autograd find units that move, as far as this torch has them."""
+    if request.param == "swap" and not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+        pytest.skip("this torch cannot exchange the memory beneath a tensor")
+    monkeypatch.setattr(CudaBackend, "swaps", request.param == "swap")

@@ -9,6 +9,8 @@ from harness import ALL_POINTS, DeviceDelays, assert_same, make_model, plan_of, 
 import memferry_ascend as mf
 from memferry_ascend.planner import Mode
 
+pytestmark = pytest.mark.usefixtures("moves")
+
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("checkpoint", [None, "plain", "reentrant"])
