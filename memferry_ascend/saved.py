@@ -18,7 +18,7 @@ import torch
 from memferry_ascend.errors import FerryError
 from memferry_ascend.layers import Param
 from memferry_ascend.ring import Slot
-from memferry_ascend.shadow import Resident
+from memferry_ascend.shadow import Resident, stale
 
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -48,10 +48,7 @@ class Handle:
                 "between forward and backward; plan it as GFGB or DHA, or compute this gradient before ferry"
             )
         if unit.generation != self.generation:
-            raise FerryError(
-                f"backward through a graph from before the last optimizer step: the parameters of {unit.unit.name!r} "
-                "have been updated since its forward. Run the forward again, or call backward before step()"
-            )
+            raise stale(unit)
         raw = unit.for_backward()
         if raw is None:
             raw = unit.memory.param.device

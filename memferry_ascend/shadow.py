@@ -26,6 +26,7 @@ from memferry_ascend import arming
 from memferry_ascend.arena import UnitMemory
 from memferry_ascend.backends.base import Backend, Event, Stream
 from memferry_ascend.deviceupdate import DeviceMemory
+from memferry_ascend.errors import FerryError
 from memferry_ascend.jobs import Jobs, Upload
 from memferry_ascend.layers import Param, Unit
 from memferry_ascend.planner.plan import Mode
@@ -63,6 +64,14 @@ def _storage_over(raw: torch.Tensor) -> torch.Tensor:
     own: torch.Tensor = torch.from_dlpack(torch.utils.dlpack.to_dlpack(raw))
     assert own.untyped_storage().nbytes() == raw.numel() and own.data_ptr() == raw.data_ptr()
     return own
+
+
+def stale(unit: Resident) -> FerryError:
+    """What to say of a backward pass through a forward pass that read older values."""
+    return FerryError(
+        f"backward through a graph from before the last optimizer step: the parameters of {unit.unit.name!r} have been "
+        "updated since its forward. Run the forward again, or call backward before step()"
+    )
 
 
 class Resident:

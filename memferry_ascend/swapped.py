@@ -2,7 +2,7 @@
 
 The parameters of a moving unit (DFGB, STREAM) are views of one storage, `UntypedStorage._swap_data_ptr_` exchanges its
 memory, and every view follows, also what autograd has saved. So nothing is packed or unpacked (the hooks of `saved.py`
-run for every saved tensor, activations included); autograd's own version counters notice a graph from before a step.
+run for every saved tensor, activations included).
 
     at rest           the arena alias
     forward window    the unit's slot (STREAM), while it is pinned
@@ -23,7 +23,7 @@ import torch
 from memferry_ascend.layers import Param
 from memferry_ascend.planner.plan import Mode
 from memferry_ascend.ring import Slot
-from memferry_ascend.shadow import Resident
+from memferry_ascend.shadow import Resident, stale
 from memferry_ascend.tracing import tensors_in
 
 
@@ -49,12 +49,14 @@ class Swaps:
                 resident.move(None)
         if not watched:
             return
-        units = [(resident, resident.generation) for resident, _, _ in entered]
+        units = [(resident, params, resident.generation) for resident, params, _ in entered]
 
         def begin(_grad: torch.Tensor) -> None:
-            for resident, generation in units:
-                if resident.generation == generation:  # otherwise autograd is about to raise
+            for resident, params, generation in units:
+                if resident.generation == generation:
                     self._lease(resident)
+                elif any(p.trainable for p in params):  # autograd would say so too, but not what to do
+                    raise stale(resident)
 
         for t in tensors_in(output):
             if t.requires_grad and t.grad_fn is not None:
