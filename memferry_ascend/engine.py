@@ -24,13 +24,13 @@ from torch.utils.hooks import RemovableHandle
 from memferry_ascend import (
     agreement,
     arming,
+    assist,
     checkpoint,
     disarm,
     hostmath,
     limits,
     saving,
     sharded,
-    transfers,
 )
 from memferry_ascend.arena import Arena, UnitMemory
 from memferry_ascend.backends.base import Event
@@ -58,6 +58,7 @@ from memferry_ascend.saved import SavedHooks
 from memferry_ascend.shadow import Resident
 from memferry_ascend.swapped import Swaps
 from memferry_ascend.tracing import ReadTracer
+from memferry_ascend.transfers import Transfers
 from memferry_ascend.weights import Source, Weights
 from memferry_ascend.windows import Hook, Window
 
@@ -143,9 +144,9 @@ class Engine:
         self._windows: list[Window] = []
         self.optimizer: FerryOptimizer = None  # type: ignore[assignment]
         self._saving: saving.Save | None = None
-        self._transfers: transfers.Transfers | None = None
+        self._transfers: Transfers | None = None
         try:
-            self._transfers = transfers.for_engine(runtime, config)
+            self._transfers = assist.for_engine(runtime, config)
             self._arm(layers, optimizer, native, source)
         except BaseException:
             if self._parallel is not None:

@@ -19,14 +19,12 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import torch
 
 from memferry_ascend.backends.base import Backend, BytesLost, Stream
-from memferry_ascend.config import Config
 from memferry_ascend.errors import ConfigError, FerryError
 from memferry_ascend.topology import (
     DynamicDispatch,
@@ -36,9 +34,6 @@ from memferry_ascend.topology import (
     StaticDispatch,
 )
 from memferry_ascend.topology.strategies import Transfer, chunks_in_flight
-
-if TYPE_CHECKING:
-    from memferry_ascend.runtime import Runtime
 
 CHUNK = 1 << 20
 """Bytes of a chunk where copies block: few enough that a path that slows down is left quickly."""
@@ -158,8 +153,6 @@ class Transfers:
             stream.carrier = None
         self._streams = []
         self._pool.shutdown()
-        if self._links is not None:
-            self._links.close()
 
     def carry(self, stream: Stream, dst: torch.Tensor, src: torch.Tensor) -> bool:
         """Take a stream's copy on. False: it is small, or no peer is left, and the stream copies as it always does
@@ -313,109 +306,3 @@ class Transfers:
 def flat(t: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor."""
     return t.detach().view(-1).view(torch.uint8)
-
-
-def for_engine(runtime: Runtime, config: Config, *, time_scale: float = 1.0) -> Transfers | None:
-    """What `Config.assist_devices` asks for, installed in the backend's streams; None without assisting devices.
-
-    An index counts the topology's devices (`init(topology=...)`): 0 is the first. On the CPU backend the topology's
-    links are emulated.
-
-    Raises:
-        ConfigError: no topology to take latencies and bandwidths from; an index that is absent, listed twice, this
-            process's own device, or another local rank's.
-        FerryError: another engine of this process uses them.
-    """
-    if not config.assist_devices:
-        return None
-    topology, backend = runtime.topology, runtime.backend
-    if not backend.carries:
-        raise ConfigError(
-            f"Config.assist_devices: backend {backend.name!r} cannot relay through peers yet; leave it out"
-        )
-    if topology is None:
-        raise ConfigError(
-            "Config.assist_devices needs the paths' latencies and bandwidths: measure them with `memferry probe --out "
-            'paths.json` and call init(topology="paths.json"), or name a shipped fabric'
-        )
-    names = device_names(topology)
-    mine = runtime.local_rank
-    check_assist(config.assist_devices, names, mine, runtime.local_world)
-    if runtime.ranks is not None:
-        raise ConfigError(
-            "Config.assist_devices: devices assist one training process only, this one is of several ranks; leave it out"
-        )
-    peers = {names[i]: i for i in config.assist_devices}
-    try:
-        paths = {
-            direction: topology.paths(names[mine], via=list(peers), direction=direction)
-            for direction in ("h2d", "d2h")
-        }
-    except KeyError as e:
-        raise ConfigError(f"Config.assist_devices: {e.args[0]}") from e
-    for direction, found in paths.items():
-        missing = sorted(set(peers) - {p.via for p in found.paths})
-        if missing:
-            raise ConfigError(
-                f"Config.assist_devices: {runtime.topology_name} has no {direction} path through "
-                f"{', '.join(missing)}; probe again with that peer"
-            )
-    links = None if backend.queues_relays else emulated(paths, time_scale)
-    transfers = Transfers(backend, paths, dispatch=config.dispatch, links=links, peers=peers)
-    try:
-        transfers.install()
-    except BaseException:
-        transfers.close()
-        raise
-    return transfers
-
-
-def emulated(
-    paths: Mapping[str, PathSet], time_scale: float, clock: Callable[[], float] = time.monotonic
-) -> EmulatedLinks:
-    """Links for the CPU backend: every resource that the paths use, slowed by `time_scale`."""
-    capacity = {name: (0.0, b) for found in paths.values() for name, b in found.capacity.items()}
-    return EmulatedLinks(capacity, time_scale, clock=clock)
-
-
-def device_names(topology: object) -> list[str]:
-    """Names of a topology's devices, by the index that `Config.assist_devices` uses. A probe's peers count too; names
-    that end in an index of their own (`cuda:1`) keep it."""
-    names = list(topology.devices)  # type: ignore[attr-defined]
-    for path in getattr(topology, "measured", ()):
-        if path.via is not None and path.via not in names:
-            names.append(path.via)
-    numbers = [name.rpartition(":")[2] for name in names]
-    if names and all(":" in name and n.isdigit() for name, n in zip(names, numbers, strict=True)):
-        by_number = {int(n): name for name, n in zip(names, numbers, strict=True)}
-        return [by_number.get(i, "") for i in range(max(by_number) + 1)]
-    return names
-
-
-def check_assist(assist: Sequence[int], names: Sequence[str], mine: int, local_world: int) -> None:
-    """Raise ConfigError for assisting devices that cannot assist."""
-    there = [i for i, name in enumerate(names) if name]
-    if mine not in there:
-        raise ConfigError(
-            f"Config.assist_devices: this process's own device {mine} is not in the topology, which has {_span(there)}"
-        )
-    for i in assist:
-        if isinstance(i, bool) or not isinstance(i, int):
-            raise ConfigError(f"Config.assist_devices: expected device indices, got {i!r}")
-        if i == mine:
-            raise ConfigError(
-                f"Config.assist_devices: device {i} is the target itself; name peers whose links are otherwise idle"
-            )
-        if i not in there:
-            raise ConfigError(f"Config.assist_devices: device {i} is absent, the topology has {_span(there)}")
-        if 0 <= i < local_world:
-            raise ConfigError(
-                f"Config.assist_devices: device {i} is busy, it trains as local rank {i} of {local_world}; name devices "
-                f"from {local_world} on, or start fewer processes"
-            )
-    if len(set(assist)) != len(assist):
-        raise ConfigError(f"Config.assist_devices: expected each device once, got {tuple(assist)}")
-
-
-def _span(indices: Sequence[int]) -> str:
-    return f"devices {indices[0]} to {indices[-1]}" if len(indices) > 1 else f"device {indices[0]} only"

@@ -172,44 +172,6 @@ def start(fabric: str) -> runtime.Runtime:
     return runtime.init(topology=fabric, backend="cpu")
 
 
-@pytest.mark.parametrize(
-    ("assist", "message"),
-    [
-        ((0,), "target itself"),
-        ((7,), "device 7 is absent, the topology has devices 0 to 2"),
-        ((1, 1), "each device once"),
-        (("npu1",), "expected device indices"),
-        ((-1,), "absent"),
-    ],
-)
-def test_assisting_devices_that_cannot_assist(fabric: str, assist: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        transfers.for_engine(start(fabric), mf.Config(assist_devices=assist))
-
-
-def test_assisting_devices_need_a_topology(cpu: runtime.Runtime) -> None:
-    with pytest.raises(ConfigError, match="memferry probe"):
-        transfers.for_engine(cpu, mf.Config(assist_devices=(1,)))
-
-
-def test_a_device_that_trains_is_busy(fabric: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="busy, it trains as local rank 1 of 2"):
-        transfers.for_engine(start(fabric), mf.Config(assist_devices=(1,)))
-
-
-def test_a_second_engine_finds_the_peers_busy(fabric: str) -> None:
-    rt, config = start(fabric), mf.Config(assist_devices=(1,))
-    first = transfers.for_engine(rt, config)
-    assert first is not None
-    with pytest.raises(FerryError, match="busy"):
-        transfers.for_engine(rt, config)
-    first.close()
-    again = transfers.for_engine(rt, config)
-    assert again is not None
-    again.close()
-
-
 @pytest.mark.parametrize("dispatch", ["static", "dynamic"])
 @pytest.mark.parametrize("seed", range(3))
 def test_training_with_assistance_is_bit_identical(

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build, test and measure on a bare machine (no network). usage: tools/gpu.sh build | tests [pytest args] | memcheck [pytest args] | bench [args] | layers [args] | budget [args] | size [args] | prediction [args]
+# Build, test and measure on a bare machine (no network). usage: tools/gpu.sh build | tests [pytest args] | memcheck [pytest args] | bench [args] | layers [args] | probe [args] | budget [args] | size [args] | prediction [args]
 #
 # Missing Python packages come as wheels in ./.whl (docs/benchmarks/README.md says which). Results go to ${OUT:-out}.
 # It works without a GPU too: the CPU backend then does the work, at sizes that suit it (--model tiny).
@@ -47,5 +47,6 @@ case $what in
     budget) build && "$PYTHON" -m memferry_ascend.bench.budget --json "$OUT/budget.json" "$@" 2>&1 | tee "$OUT/budget.log" ;;
     size) build && "$PYTHON" -m memferry_ascend.bench.size --json "$OUT/size.json" "$@" 2>&1 | tee "$OUT/size.log" ;;
     prediction) build && "$PYTHON" -m memferry_ascend.bench.prediction --out "$OUT" "$@" 2>&1 | tee "$OUT/prediction.log" ;;
+    probe) build && "$PYTHON" -m memferry_ascend.bench.probe_check --json "$OUT/probe-h200.json" "$@" 2>&1 | tee "$OUT/probe.log" ;;
     *) sed -n 2p "$0" | cut -c3- >&2 && exit 2 ;;
 esac

@@ -17,7 +17,7 @@ from .dispatch import Path, finish_time, split
 from .fabric import Fabric
 from .fabric_sim import Flow, simulate
 from .fluid import max_min_rates
-from .paths import Direction, FabricPath
+from .paths import Direction, FabricPath, PathSet
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,26 @@ def plan_node(
             Load(device, host, chosen[device], names, tuple(shares[device]), times[device], direct[device])
         )
     return NodePlan(fabric.name, nbytes, direction, tuple(loads), tuple(unused))
+
+
+def beside(
+    fabric: Fabric, chosen: Mapping[str, Sequence[str]], device: str, direction: Direction = "h2d"
+) -> PathSet:
+    """The paths of `device` with what is left of their links when all paths of all devices in `chosen` (training device
+    to its assistants) run at once.
+
+    Sharing is max-min fair, and what is fair among all stays so among the paths of one device within what the others
+    leave: `PathSet.together` gives the rates of the whole node.
+    """
+    every = {name: fabric.paths(name, via=peers, direction=direction).paths for name, peers in chosen.items()}
+    flat = [(name, path) for name, paths in every.items() for path in paths]
+    rates = max_min_rates([p.bandwidth for _, p in flat], [p.uses for _, p in flat], fabric.capacity)
+    left = {name: fabric.capacity[name] for path in every[device] for name in path.uses}
+    for (owner, path), rate in zip(flat, rates, strict=True):
+        for name, weight in path.uses.items():
+            if owner != device and name in left:
+                left[name] -= rate * weight
+    return PathSet(every[device], left)
 
 
 Chosen = dict[str, tuple[str, ...]]

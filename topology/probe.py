@@ -258,7 +258,8 @@ def _emulated_ways(
     nbytes: int,
     time_scale: float | None,
 ) -> Iterator[tuple[list[Way], float]]:
-    from memferry_ascend.transfers import Transfers, emulated
+    from memferry_ascend.assist import emulated
+    from memferry_ascend.transfers import Transfers
 
     device = target or fabric.devices[0]
     if device not in fabric.devices:

@@ -21,11 +21,14 @@ import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memferry_ascend.errors import FerryError
+
+if TYPE_CHECKING:
+    from memferry_ascend.topology import EmulatedLinks
 
 ALIGNMENT = 512
 """Bytes. Every parameter starts at a multiple of this in slabs, buffers and slots, so kernels see one alignment."""
@@ -287,6 +290,9 @@ class Backend(ABC):
 
     carries: bool = False
     """Streams give their copies to a carrier, so that devices can assist."""
+
+    links: EmulatedLinks | None = None
+    """Where copies block: emulated links that this backend shares with others. None: each engine emulates its own."""
 
     queues_relays: bool = False
     """`relay` queues; otherwise copies block their stream's thread and paths have threads of their own."""

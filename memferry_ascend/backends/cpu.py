@@ -78,11 +78,10 @@ class CpuEvent(Event):
 
 
 class CpuStream(Stream):
-    """A worker thread that runs queued copies in order. `throttle`, when set, blocks for the emulated link's time."""
+    """A worker thread that runs queued copies in order."""
 
     def __init__(self, backend: CpuBackend, name: str) -> None:
         self.name = name
-        self.throttle: Callable[[int], None] | None = None
         self._backend = weakref.ref(backend)
         self._queue: deque[Callable[[], None] | None] = deque()
         self._cond = threading.Condition()
@@ -124,8 +123,6 @@ class CpuStream(Stream):
                 backend._at(f"copy:{self.name}")
             if self.carrier is not None and self.carrier(self, dst, src):
                 return
-            if self.throttle is not None:
-                self.throttle(dst.numel() * dst.element_size())
             with torch.no_grad():
                 dst.copy_(src)
 

@@ -284,7 +284,7 @@ def test_a_lost_device_is_an_error() -> None:
 # -- peers -------------------------------------------------------------------------------------------------------------
 PEERS = """
 import ctypes, warnings
-from memferry_ascend import transfers
+from memferry_ascend import assist, transfers
 from memferry_ascend.topology import Measured, MeasuredPath
 from memferry_ascend.topology.measured import Figures
 acl = ctypes.CDLL("libascendcl.so")
@@ -299,7 +299,7 @@ def for_engine(rt, config):
     made.append(transfers.Transfers(rt.backend, both, peers={"npu:1": 1}, chunk=512))
     made[-1].install()
     return made[-1]
-transfers.for_engine = for_engine
+assist.for_engine = for_engine
 b = mf.init(backend="ascend").backend
 want = steps(ferry(every(Mode.STREAM)))
 said = []

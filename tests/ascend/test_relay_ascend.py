@@ -15,7 +15,7 @@ from memferry_ascend.topology.measured import Figures
 from test_equality_ascend import able
 
 import memferry_ascend as mf
-from memferry_ascend import runtime, transfers
+from memferry_ascend import assist, runtime
 from memferry_ascend.backends.ascend import AscendBackend
 from memferry_ascend.backends.base import NotSupported
 from memferry_ascend.planner import Mode
@@ -209,7 +209,7 @@ def test_training_through_peers_has_the_bits_of_training_without(
         made[-1].install()
         return made[-1]
 
-    monkeypatch.setattr(transfers, "for_engine", for_engine)
+    monkeypatch.setattr(assist, "for_engine", for_engine)
     for update, modes in (("step", list(Mode)), ("backward", [Mode.GFGB, Mode.STREAM])):
         model, rng = make_model(seed), random.Random(seed)
         config = mf.Config(precision="fp32", assist_devices=peers, update=update)

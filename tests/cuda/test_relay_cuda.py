@@ -11,7 +11,7 @@ from memferry_ascend.topology import Measured, MeasuredPath, PathSet, probe
 from memferry_ascend.topology.measured import Figures
 
 import memferry_ascend as mf
-from memferry_ascend import runtime, transfers
+from memferry_ascend import assist, runtime
 from memferry_ascend.backends.base import NotSupported
 from memferry_ascend.planner import Mode
 from memferry_ascend.transfers import Transfers
@@ -117,7 +117,7 @@ def test_training_with_assistance_is_bit_identical(seed: int, monkeypatch: pytes
         made.install()
         return made
 
-    monkeypatch.setattr(transfers, "for_engine", for_engine)
+    monkeypatch.setattr(assist, "for_engine", for_engine)
     model = make_model(seed)
     config = mf.Config(precision="fp32", assist_devices=(1,))
     assert_same(want, train(model, random_plan(model, seed), config=config))

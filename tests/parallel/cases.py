@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from harness import make_model, small_units
+from memferry_ascend.topology.load import parse
 from torch import nn
 
 import memferry_ascend as mf
-from memferry_ascend import distributed_checkpoint, parallel, runtime, sharded
+from memferry_ascend import distributed_checkpoint, parallel, runtime, sharded, transfers
 from memferry_ascend.backends.hostmem import SHARED_FOLDER
 
-from .world import ROWS, LinkBytes, RankDelays, digest, plan_for, rows_of
+from .world import ROWS, LinkBytes, RankDelays, digest, plan_for, rows_of, train
 
 
 def _message(call: Any) -> str:
@@ -32,6 +34,41 @@ def _engine(model: nn.Module, modes: str = "random", unit_bytes: int = 1500, **c
         return mf.ferry(
             model, optimizer, config=mf.Config(**{"precision": "fp32"} | config), plan=plan_for(model, modes)
         )
+
+
+# -- assisting devices -------------------------------------------------------------------------------------------------
+EIGHT = """
+name: eight
+hosts: [cpu]
+switches: [bus]
+devices: [{name: npu, count: 8}]
+links:
+  - {ends: [cpu, bus], kind: ub, bandwidth: 900 GB/s, latency: 0 s}
+  - {ends: ["npu*", bus], kind: ub, bandwidth: 200 GB/s, latency: 0 s, flow: 50 GB/s}
+"""
+
+
+def assisted(dispatch: str, modes: str, update: str = "step") -> dict[str, Any]:
+    """Every rank trains with a device that assists it, or with none; and what its paths carried."""
+    rt, moved = runtime.current(), {}
+    close, chunk = transfers.Transfers.close, transfers.CHUNK
+
+    def closing(self: transfers.Transfers) -> None:
+        moved.update(self.moved)
+        close(self)
+
+    runtime._current = replace(rt, topology=parse(EIGHT))
+    transfers.Transfers.close, transfers.CHUNK = closing, 512
+    config: dict[str, Any] = {"precision": "bf16", "update": update}
+    if dispatch != "none":
+        config |= {"assist_devices": tuple(range(rt.world, 8)), "dispatch": dispatch}
+    try:
+        delays = 0.001 if dispatch != "none" else 0.0
+        result = train(seed=4, modes=modes, steps=3, config=config, delays=delays, unit_bytes=20_000)
+    finally:
+        runtime._current = rt
+        transfers.Transfers.close, transfers.CHUNK = close, chunk
+    return {"losses": result["losses"], "state": result["state"], "moved": moved}
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

@@ -62,6 +62,14 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 
+ASSISTED: list[tuple[str, str, dict[str, Any]]] = [
+    ("none", "GFGB", {}),
+    ("static", "GFGB", {}),
+    ("static", "random", {"update": "backward"}),
+    ("dynamic", "STREAM", {}),
+    ("dynamic", "random", {}),
+]
+
 
 LIMIT = 110_000_000
 """Device bytes in which one rank keeps some layers, and of which exchanges take so much that all must stream."""
@@ -83,6 +91,7 @@ def _cases(size: int) -> list[Case]:
         out += [("parallel.cases:nodes", {"ranks_per_node": 2})]
         out += [("train", {"steps": 3, "seed": ON_NODES} | run) for run in NODES]
         out += [("parallel.cases:one_more_forward", {"modes": "STREAM"})]
+        out += [("parallel.cases:assisted", {"dispatch": d, "modes": m} | more) for d, m, more in ASSISTED]
     if size == 2:
         out += [("parallel.cases:searched", {})]
         out += [("parallel.cases:budgeted", {"planner": "rules", "limit": LIMIT})]
@@ -194,6 +203,20 @@ def test_every_plan_gives_the_same_bits_on_every_rank(world: World) -> None:
                 assert same(got["state"]["model"], want["state"]["model"]), name
                 assert same(got["state"]["optimizer"], want["state"]["optimizer"]), name
                 assert got["closed"] == want["closed"]
+
+
+@pytest.mark.parametrize("world", [4], indirect=True)
+def test_four_that_train_with_four_that_assist_give_the_same_bits(world: World) -> None:
+    want, *others = (world.of("assisted", dispatch=d, modes=m, **more) for d, m, more in ASSISTED)
+    for (dispatch, _, _), ranks in zip(ASSISTED[1:], others, strict=True):
+        for got, plain in zip(ranks, want, strict=True):
+            assert got["losses"] == plain["losses"] and same(got["state"], plain["state"])
+        carried = [{name for name, n in got["moved"].items() if n} for got in ranks]
+        peers = [name for names in carried for name in names if name != "direct"]
+        assert len(set(peers)) == len(peers)  # each peer assists one rank
+        # Whether a path gets its turn is for dynamic dispatch a question of time.
+        assert len(peers) == 4 if dispatch == "static" else peers
+    assert all(not got["moved"] for got in want)
 
 
 @every_size

@@ -14,7 +14,7 @@ from memferry_ascend.topology.fabric import Fabric
 from memferry_ascend.topology.fabric_sim import Flow, simulate
 from memferry_ascend.topology.fluid import max_min_rates
 from memferry_ascend.topology.load import load
-from memferry_ascend.topology.node_plan import plan_node
+from memferry_ascend.topology.node_plan import beside, plan_node
 from memferry_ascend.topology.paths import FabricPath
 
 MIB = 1 << 20
@@ -184,6 +184,29 @@ def test_the_papers_node_four_train_four_assist() -> None:
     document = json.loads(plan.to_json())
     assert document["loads"][0]["assist"] == list(plan.loads[0].assist)
     assert plan_node(fabric, ["node0/npu[0-3]/die0"], ["node0/npu[4-7]/die0"]) == plan
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_beside_the_others_a_device_sees_the_rates_of_the_whole_node(direction: str) -> None:
+    fabric = load("cm384")
+    assert isinstance(fabric, Fabric)
+    trainers, helpers = ["node0/npu[0-3]/die0"], ["node0/npu[4-7]/die0"]
+    loads = plan_node(fabric, trainers, helpers, direction=direction).loads  # type: ignore[arg-type]
+    chosen = {load.device: load.assist for load in loads}
+    paths = [
+        path
+        for device, peers in chosen.items()
+        for path in fabric.paths(device, via=peers, direction=direction).paths  # type: ignore[arg-type]
+    ]
+    want = max_min_rates([p.bandwidth for p in paths], [p.uses for p in paths], fabric.capacity)
+    got = [
+        path.bandwidth
+        for device in chosen
+        for path in beside(fabric, chosen, device, direction).together()  # type: ignore[arg-type]
+    ]
+    assert got == pytest.approx(want)
+    alone = fabric.paths(loads[0].device, via=loads[0].assist).joint_bandwidth()
+    assert sum(got[:2]) < 0.9 * alone  # two training dies share a CPU's links
 
 
 def test_an_assistant_that_only_takes_anothers_links_stays_idle() -> None:

@@ -25,8 +25,9 @@ import torch
 from memferry_ascend.topology import Fabric, PathSet, load
 from memferry_ascend.topology.measured import write_text
 
+from memferry_ascend.assist import emulated
 from memferry_ascend.backends.cpu import CpuBackend
-from memferry_ascend.transfers import CHUNK, Transfers, emulated
+from memferry_ascend.transfers import CHUNK, Transfers
 
 KIB, MIB = 1 << 10, 1 << 20
 TARGET, PEER = "node0/npu0/die0", "node0/npu4/die0"
