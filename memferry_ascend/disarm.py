@@ -71,12 +71,9 @@ def close(engine: Engine) -> BaseException | None:
 def _unhook(engine: Engine) -> None:
     for handle in engine._handles:
         handle.remove()
-    for window in engine._windows:
-        window.close()
-    moves = engine.__dict__.get("_moves")
-    if moves is not None:
-        moves.end_backward()
-        moves.close()
+    reads = engine.__dict__.get("_reads")
+    if reads is not None:
+        reads.close()
     direct = engine.__dict__.get("_direct")
     if direct is not None:
         direct.remove()
@@ -99,8 +96,7 @@ def _release(engine: Engine) -> None:
     ring = engine.__dict__.get("_ring")
     if ring is not None:
         ring.close()
-    engine._windows, engine._handles, engine._residents, engine._updates = [], [], [], {}
-    engine._by_module, engine._resident_of, engine._unread, engine._ring = {}, {}, [], None
+    engine._handles, engine._residents, engine._updates, engine._ring = [], [], {}, None
     engine._memories, engine._originals, engine._grads_before = [], {}, {}
     engine._guard = ReadGuard(
         lambda _key: None, lambda: False

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ from memferry_ascend import (
     sharded,
 )
 from memferry_ascend.arena import Arena, UnitMemory
-from memferry_ascend.backends.base import Event
 from memferry_ascend.budget import sizing
 from memferry_ascend.clipping import Clipper
 from memferry_ascend.config import Config, host_threads
@@ -42,25 +41,23 @@ from memferry_ascend.direct import DirectLayers
 from memferry_ascend.errors import ConfigError, FerryError
 from memferry_ascend.gradients import Gradients, GradState, UnitGrads
 from memferry_ascend.guard import ReadGuard
-from memferry_ascend.hostupdate import Hypers, is_native, refuse, snapshot
+from memferry_ascend.handover import hand_over
+from memferry_ascend.hostupdate import is_native, refuse, snapshot
 from memferry_ascend.integrity import Integrity, check_trainable
-from memferry_ascend.jobs import Update
-from memferry_ascend.layers import Param, collect, distant, units
+from memferry_ascend.layers import collect, distant, units
 from memferry_ascend.memory_rows import memory_rows
 from memferry_ascend.nativejobs import make_jobs
 from memferry_ascend.optimizer import FerryOptimizer
 from memferry_ascend.placement import exchanged, settle
 from memferry_ascend.planner.plan import Plan
 from memferry_ascend.planning import choose_plan
+from memferry_ascend.reads import Reads
 from memferry_ascend.recorder import Recorder
 from memferry_ascend.runtime import Runtime
-from memferry_ascend.saved import SavedHooks
 from memferry_ascend.shadow import Resident
-from memferry_ascend.swapped import Swaps
-from memferry_ascend.tracing import ReadTracer
 from memferry_ascend.transfers import Transfers
 from memferry_ascend.weights import Source, Weights
-from memferry_ascend.windows import Hook, Window
+from memferry_ascend.windows import Hook
 
 _armed: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
@@ -141,7 +138,6 @@ class Engine:
         self._originals: dict[int, torch.Tensor] = {}
         self._residents: list[Resident] = []
         self._handles: list[RemovableHandle] = []
-        self._windows: list[Window] = []
         self.optimizer: FerryOptimizer = None  # type: ignore[assignment]
         self._saving: saving.Save | None = None
         self._transfers: Transfers | None = None
@@ -177,11 +173,8 @@ class Engine:
             )
         if self._ring is not None:
             self._ring.arrange([r for r in self._residents if r.ring is not None])
-        self._resident_of: dict[int, Resident] = {}
         for r in self._residents:
             r.upload()
-            for p in r.unit.params:
-                self._resident_of[id(p.param)] = r
             r.bind_rest()
         backend.synchronize()
         early = config.update == "backward" and config.max_grad_norm is None
@@ -209,21 +202,16 @@ class Engine:
         self._integrity = Integrity(
             [(p, r.rest[p.index]) for r in self._residents for p in r.unit.params], self._handles
         )
-        self._moves: SavedHooks | Swaps = Swaps() if backend.swaps else SavedHooks()
-        self._by_module = {id(layer.module): (layer.module, list(layer.reads)) for layer in layers}
-        self._unread: list[Resident] = []
-        self._install_windows()
+        self._reads = Reads(self.model, layers, self._residents, swaps=backend.swaps)
+        self._reads.install()
         self._handles.append(self.model.register_forward_pre_hook(Hook(self._before_forward), prepend=True))
         self._handles.append(self.model.register_forward_hook(Hook(self._after_forward), always_call=True))
-        self._tracer: ReadTracer | None = None
-        self._traced = False
-        self._learned: ReadTracer | None = None
         # Two, used in turn: jobs of the step before may still wait for the other.
         self._step_events = (backend.event(), backend.event())
         self._step_tickets: list[list[tuple[int, int]]] = [[], []]
         self._steps = 0
         self._updating: list[UnitGrads] = []
-        self._guard = ReadGuard(self._wait_parameter, self._is_pending)
+        self._guard = ReadGuard(self._reads.wait, self._is_pending)
         self.optimizer = FerryOptimizer(optimizer, self)
         self._handles += checkpoint.install_state_dict_hooks(self)
         for p in self._params:  # gradients from before ferry count for the first step
@@ -232,25 +220,12 @@ class Engine:
                 p.param.grad = grad.to(backend.device, p.dtype)
         self.recorder.attach(self, layers)
 
-    def _install_windows(self) -> None:
-        for window in self._windows:
-            window.remove()
-        self._windows = []
-        for module, params in self._by_module.values():
-            reads: dict[int, tuple[Resident, list[Param]]] = {}
-            for p in params:
-                r = self._resident_of[id(p.param)]
-                reads.setdefault(r.order, (r, []))[1].append(p)
-            window = Window(module, list(reads.values()), self._moves)
-            window.install()
-            self._windows.append(window)
-
     # -- forward -------------------------------------------------------------------------------------------------------
     def _before_forward(self, *_: Any) -> None:
         self._check_open()
         self._jobs.check()
         self._guard.off()
-        self._abandon_forward()
+        self._reads.abandon()
         self._backward_ended()
         self._integrity.check()
         if torch.is_autocast_enabled(self._backend.device.type) and torch.is_autocast_cache_enabled():
@@ -262,71 +237,14 @@ class Engine:
             self._gradients.finish("forward")
         if self._parallel is not None:
             self._parallel.loads.forward(torch.is_grad_enabled())
-        for r in self._unread:
-            r.wait()
-        if not self._traced and self._tracer is None:
-            self._tracer = ReadTracer(self.model, [p.param for p in self._params])
-            self._tracer.watch()
-            self._tracer.on()
-            self._tracer.enter(self.model)
-
-    def _abandon_forward(self) -> None:
-        """Ctrl-C ends a forward pass without running a hook: take away what it has left. Nothing to do otherwise."""
-        self._moves.reset()
-        for window in self._windows:
-            window.reset()
-        if self._tracer is not None:
-            self._tracer.off()
-            self._tracer.unwatch()
-            self._tracer = None
+        self._reads.begin()
 
     def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
         if self._parallel is not None:
             self._parallel.loads.forward_ended()
         if self._is_pending():  # this pass did not need every unit: reads must still wait
             self._guard.on()
-        tracer = self._tracer
-        if tracer is None:
-            return
-        tracer.off()
-        if (
-            output is not None
-        ):  # None: the forward raised, torch walks over its hooks right now; trace the next one
-            tracer.unwatch()
-            self._tracer = None
-            self._traced = True
-            # Windows may not change under a graph: checkpoint's second forward must save what its first one did.
-            self._learned = tracer
-
-    def _learn(self, tracer: ReadTracer) -> None:
-        """Move windows to where parameters are really read, and order units by their first read."""
-        by_id = {id(p.param): p for p in self._params}
-        by_module: dict[int, tuple[nn.Module, list[Param]]] = {}
-        for key, modules in tracer.reads.items():
-            for module in modules:
-                by_module.setdefault(id(module), (module, []))[1].append(by_id[key])
-        for module, params in self._by_module.values():
-            if id(module) in tracer.called:  # its own forward may read them another time
-                known = by_module.setdefault(id(module), (module, []))[1]
-                known += [p for p in params if p not in known]
-        self._by_module = by_module
-        rank = {key: i for i, key in enumerate(tracer.order)}
-        last = len(rank)
-        ordered = sorted(
-            self._residents,
-            key=lambda r: (min(rank.get(id(p.param), last) for p in r.unit.params), r.unit.index),
-        )
-        for position, r in enumerate(ordered):
-            r.order = position
-        if self._ring is not None:
-            self._ring.arrange([r for r in ordered if r.ring is not None])
-        self._unread = [r for r in ordered if any(id(p.param) not in rank for p in r.unit.params)]
-        self._install_windows()
-
-    def _wait_parameter(self, key: int) -> None:
-        r = self._resident_of.get(key)
-        if r is not None and r.pending:
-            r.wait()
+        self._reads.end(output)
 
     def _is_pending(self) -> bool:
         return any(r.pending for r in self._residents)
@@ -334,15 +252,14 @@ class Engine:
     # -- backward ------------------------------------------------------------------------------------------------------
     def _backward_ended(self) -> None:
         """Also called where one must have: `autograd.grad` for an input takes no gradient that would tell us."""
-        self._moves.end_backward()
+        self._reads.end_backward()
         if self._ring is not None:
             self._ring.end_backward()
 
     def _update_now(self, ug: UnitGrads) -> None:
         """update="backward": every gradient of this unit is final."""
-        self._hand_over(
-            ug, list(ug.states), snapshot(self.optimizer.param_groups), self._jobs.new_scale(), None
-        )
+        hypers = snapshot(self.optimizer.param_groups)
+        hand_over(self, ug, list(ug.states), hypers, self._jobs.new_scale(), None)
         self._updating.append(ug)
 
     # -- step ----------------------------------------------------------------------------------------------------------
@@ -371,7 +288,7 @@ class Engine:
         hypers = snapshot(self.optimizer.param_groups)
         scale = self._clipper.begin(parts, self._step_events[turn])
         for ug, part in parts:
-            self._hand_over(ug, part, hypers, scale, self._step_events[turn])
+            hand_over(self, ug, part, hypers, scale, self._step_events[turn])
         if self._parallel is not None:
             changed = [ug.resident for ug in early] + [ug.resident for ug, _ in parts]
             self._parallel.spread(changed, self._step_events[turn])
@@ -385,9 +302,10 @@ class Engine:
         self._integrity.note()
         if self._ring is not None:
             self._ring.expect_forward()
-        if self._learned is not None:
-            learned, self._learned = self._learned, None
-            self._learn(learned)
+        learned = self._reads.learn()
+        if learned is not None:
+            if self._ring is not None:
+                self._ring.arrange([r for r in self._reads.order if r.ring is not None])
             self._direct.learned(learned)
         if self._parallel is not None:
             self._parallel.next_pass(self._ring)
@@ -401,62 +319,6 @@ class Engine:
                         f"step() after {s.arrivals} backwards for {s.p.name!r}, but accumulate="
                         f'{self.config.accumulate} was declared with update="backward"; nothing of it was updated'
                     )
-
-    def _hand_over(
-        self, ug: UnitGrads, part: list[GradState], hypers: Hypers, scale: Any, after: Event | None
-    ) -> None:
-        """Queue one unit's update: download and `after` (an event on the compute stream), update, upload."""
-        resident = ug.resident
-        if resident.memory.on_device:
-            self._update_on_device(ug, part, hypers, scale)
-            return
-        # A unit's own download is behind its last use on the compute stream: with `after` None that is enough.
-        waits = [ug.downloaded] if after is None else [ug.downloaded, after]
-        before = saving.before_update(self, resident)
-        resident.begin_update()
-        self._jobs.update(
-            Update(
-                unit=resident.unit.index,
-                priority=resident.order,
-                waits=waits,
-                update=self._updates[resident.unit.index],
-                part=[s.p for s in part],
-                summed=self._gradients.summing,
-                hypers=hypers,
-                scale=scale,
-                upload=resident.upload_job(after if after is not None else ug.downloaded),
-                then=self._then(resident),
-                before=before,
-                clear=self._gradients.to_clear(ug, part),
-            )
-        )
-        ug.tickets[ug.turn] = self._jobs.ticket(resident.unit.index)
-
-    def _then(self, resident: Resident) -> Callable[[], None]:
-        """What the background does when a unit is updated."""
-
-        def then() -> None:
-            resident.offer()
-            if self._saving is not None:
-                self._saving.notify()
-
-        return then
-
-    def _update_on_device(self, ug: UnitGrads, part: list[GradState], hypers: Hypers, scale: Any) -> None:
-        """Launch one unit's update on the compute stream; once the norm is known, where it must be."""
-        update, params = self._updates[ug.resident.unit.index], [s.p for s in part]
-
-        def launch() -> None:
-            self._jobs.wait_norm()
-            before = saving.before_update(self, ug.resident)
-            if before is not None:
-                before()
-            update.run(params, self._gradients.summing, hypers, scale.value)
-
-        ug.resident.begin_update()
-        ug.resident.deferred = launch
-        if self.config.max_grad_norm is None:
-            ug.resident.wait()
 
     def _zero_grad(self, set_to_none: bool) -> None:
         self._check_open()
@@ -573,7 +435,7 @@ class Engine:
             return
         self._closed = True
         self._guard.off()
-        self._abandon_forward()
+        self._reads.abandon()
         if self._parallel is not None:
             self._parallel.quiesce()
         try:

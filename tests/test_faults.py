@@ -19,7 +19,7 @@ from harness import batches, make_model, plan_of, random_plan, small_units
 from torch import nn
 
 import memferry_ascend as mf
-from memferry_ascend import arming, checkpoint, hostupdate, runtime, shadow
+from memferry_ascend import arming, checkpoint, hostupdate, reads, runtime, shadow
 from memferry_ascend import engine as engine_module
 from memferry_ascend.backends.base import DeviceOutOfMemory
 from memferry_ascend.backends.cpu import CpuBackend, CpuStream
@@ -228,7 +228,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "updates": (arming, "make_updates"),
     "binding": (shadow.Resident, "bind_rest"),
     "gradient hooks": (Gradients, "install"),
-    "windows": (engine_module, "Window"),
+    "windows": (reads, "Window"),
     "the optimizer": (engine_module, "FerryOptimizer"),
     "state dict hooks": (checkpoint, "install_state_dict_hooks"),
     "native updates": (hostupdate.NativeUpdate, "_program"),

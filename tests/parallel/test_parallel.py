@@ -91,7 +91,9 @@ def _cases(size: int) -> list[Case]:
         out += [("parallel.cases:nodes", {"ranks_per_node": 2})]
         out += [("train", {"steps": 3, "seed": ON_NODES} | run) for run in NODES]
         out += [("parallel.cases:assisted", {"dispatch": d, "modes": m} | more) for d, m, more in ASSISTED]
-        out += [("parallel.cases:one_more_forward", {"modes": "STREAM"})]  # last: ranks that fail are not at one place
+        out += [
+            ("parallel.cases:one_more_forward", {"modes": "STREAM"})
+        ]  # last: ranks that fail are not at one place
     if size == 2:
         out += [("parallel.cases:searched", {})]
         out += [("parallel.cases:budgeted", {"planner": "rules", "limit": LIMIT})]
