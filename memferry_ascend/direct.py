@@ -278,8 +278,9 @@ def _scatter_rows(
     number = torch.empty_like(ordered)
     number[order] = new.cumsum(0).to(number.dtype) - 1
     sums = torch.ops.aten.embedding_dense_backward(grad, number.view(indices.shape), flat.numel(), -1, False)
-    # A row that occurs several times is written several times, with the same value.
-    out.index_copy_(0, flat.to(torch.int64), sums.index_select(0, number))
+    # A row that occurs several times is written several times, with the same value. Not by index_copy_: torch_npu has a
+    # loop over the rows there, which waits for the host in each, and rewrites the whole table.
+    out.index_put_((flat.to(torch.int64),), sums.index_select(0, number))
     if padding >= 0:
         out[padding].zero_()
     return out

@@ -6,8 +6,8 @@ what is still in it. Host updates then run on a Python thread. With TASK_QUEUE_E
 once, and updates, their events and their uploads run in native code without the interpreter lock.
 
 Copies always take the host's address: a mapped device address may be a kernel's operand and no copy's (backends/acl.py).
-Direct host access is allowed only after host and device have seen each other's writes, and only for the layer kinds that
-gave right numbers in a child process (backends/ascend_probe.py).
+Direct host access and direct gradients are allowed only after host and device have seen each other's writes, and only for
+the layer kinds that gave right numbers in a child process (backends/ascend_probe.py, ascend_writes.py).
 """
 
 from __future__ import annotations
@@ -321,16 +321,17 @@ class AscendBackend(Backend):
     def capabilities(self) -> Capabilities:
         """The first call starts a child process that tries the layer kinds, unless this stack was tried before."""
         if self._capabilities is None:
-            kinds: frozenset[str] = frozenset()
+            read: frozenset[str] = frozenset()
+            written: frozenset[str] = frozenset()
             notes: list[str] = []
             if self.coherent:
-                kinds, notes = ascend_probe.host_access(self)
+                read, written, notes = ascend_probe.host_access(self)
             else:
-                notes = [f"no direct host access, all layers GFGB: {self.coherence_failure}"]
+                notes = [f"no direct host access or gradients, all layers GFGB: {self.coherence_failure}"]
             routes = [f"host memory: route {self.route}", *self.routes_refused]
             self._capabilities = Capabilities(
-                dha_kinds=kinds,
-                direct_kinds=frozenset(),
+                dha_kinds=read,
+                direct_kinds=written,
                 peers=len(self.peers()),
                 swap_storage=hasattr(torch.UntypedStorage, "_swap_data_ptr_"),
                 coherent=self.coherent,

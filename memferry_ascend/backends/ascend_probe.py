@@ -1,9 +1,9 @@
 """May NPU kernels read and write host memory? Asked of the machine, never assumed.
 
 `incoherence` lets host and device write to one slab in turns and compares what the other sees. `host_access` trains one
-step of each layer kind with parameters in mapped host memory and compares with the same step on device memory, in a
-child process, because some builds of CANN end the process there. The answer is kept per stack version, under
-the cache folder (`files.cache_folder`).
+step of each layer kind with parameters in mapped host memory, and one whose weight gradients are written there
+(ascend_writes.py), and compares with the same step on device memory, in a child process, because some builds of CANN end
+the process there. The answer is kept per stack version, under the cache folder (`files.cache_folder`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ import torch
 from torch import nn
 
 from memferry_ascend import files
+from memferry_ascend.backends.base import DIRECT_KINDS
 from memferry_ascend.errors import FerryError
 
 if TYPE_CHECKING:
     from memferry_ascend.backends.ascend import AscendBackend
     from memferry_ascend.backends.base import Backend
 
-VERSION = 1
+VERSION = 2
 """Part of the cache's key: changes with what a child tests."""
 ROUNDS = 4
 PATIENCE = 300.0
@@ -110,6 +111,10 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
 ALONG = {"MultiheadAttention": ("NonDynamicallyQuantizableLinear",)}
 """Kinds that are only ever called by another."""
 
+WRITING = "direct:"
+TRIALS = (*KINDS, *(WRITING + kind for kind in sorted(DIRECT_KINDS)))
+"""What children try: a kind's name, or WRITING and the name of one whose gradients shall be written to host memory."""
+
 
 def try_kind(backend: Backend, kind: str) -> str | None:
     """One kind in this process: None if parameters in mapped memory gave the numbers of parameters in device memory, in
@@ -164,8 +169,7 @@ def _step(module: nn.Module, storages: list[torch.Tensor], x: torch.Tensor) -> d
     if x.is_floating_point():
         x.requires_grad_()
     out = module(x, x, x, need_weights=False)[0] if isinstance(module, nn.MultiheadAttention) else module(x)
-    weight = torch.arange(out.numel(), device=out.device).remainder(7).view(out.shape).to(out.dtype)
-    (out * weight).sum().backward()
+    backward(out)
     found = {"the output": out.detach().cpu()}
     if x.grad is not None:
         found["the input's gradient"] = x.grad.cpu()
@@ -175,6 +179,12 @@ def _step(module: nn.Module, storages: list[torch.Tensor], x: torch.Tensor) -> d
     return found
 
 
+def backward(out: torch.Tensor) -> None:
+    """Run the backward pass of a loss in which every element of `out` counts differently from its neighbours."""
+    weight = torch.arange(out.numel(), device=out.device).remainder(7).view(out.shape).to(out.dtype)
+    (out * weight).sum().backward()
+
+
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal but for the order of sums: some backward kernels do not repeat their bits from call to call."""
     tolerance = 1e-5 if a.dtype is torch.float32 else 1.6e-2
@@ -182,28 +192,35 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 # -- in a child process ------------------------------------------------------------------------------------------------
-def host_access(backend: AscendBackend) -> tuple[frozenset[str], list[str]]:
-    """The layer kinds that gave right numbers on mapped host memory, and a note on each that did not.
+def host_access(backend: AscendBackend) -> tuple[frozenset[str], frozenset[str], list[str]]:
+    """The layer kinds that read mapped host memory right, those that write their gradients there right, and a note on each
+    that does not.
 
     Found by child processes on the backend's device; read from the cache when this stack was tried before.
     """
     if os.environ.get(IN_CHILD):
-        return frozenset(), []
+        return frozenset(), frozenset(), []
     stack = f"{backend.stack()}, route {backend.route}"
     key = hashlib.sha256(f"{VERSION} {stack}".encode()).hexdigest()[:16]
     folder = files.cache_folder("host-access")
     path = None if folder is None else folder / f"{key}.json"
     found = None if path is None else _read(path, stack)
     if found is None:
-        found = probe(backend.device.index, list(KINDS))
+        found = probe(backend.device.index, list(TRIALS))
         if path is not None:
             with contextlib.suppress(OSError):  # probed again next time
                 path.parent.mkdir(parents=True, exist_ok=True)
                 files.write_json(path, {"stack": stack, "kinds": found})
     right = {kind for kind, verdict in found.items() if verdict == "right"}
-    right |= {other for kind in right for other in ALONG.get(kind, ())}
-    notes = [f"no direct host access for {kind}: {v}" for kind, v in found.items() if v != "right"]
-    return frozenset(right), notes
+    read = right & set(KINDS)
+    read |= {other for kind in read for other in ALONG.get(kind, ())}
+    written = {kind.removeprefix(WRITING) for kind in right - set(KINDS)}
+    notes = []
+    for trial, verdict in found.items():
+        kind = trial.removeprefix(WRITING)
+        if verdict != "right":
+            notes.append(f"no direct {'host access' if kind == trial else 'gradients'} for {kind}: {verdict}")
+    return frozenset(read), frozenset(written), notes
 
 
 def _read(path: Path, stack: str) -> dict[str, str] | None:
@@ -213,7 +230,7 @@ def _read(path: Path, stack: str) -> dict[str, str] | None:
         kinds = found["kinds"]
         if (
             found["stack"] == stack
-            and set(kinds) == set(KINDS)
+            and set(kinds) == set(TRIALS)
             and all(isinstance(v, str) for v in kinds.values())
         ):
             return dict(kinds)
@@ -223,8 +240,8 @@ def _read(path: Path, stack: str) -> dict[str, str] | None:
 
 
 def probe(index: int, kinds: list[str]) -> dict[str, str]:
-    """A verdict for each kind: "right", or what went wrong. A child that dies or hangs costs the kind it was at; the next
-    child goes on behind it."""
+    """A verdict for each of `kinds` (of TRIALS): "right", or what went wrong. A child that dies or hangs costs the kind it
+    was at; the next child goes on behind it."""
     found: dict[str, str] = {}
     while len(found) < len(kinds):
         rest = [k for k in kinds if k not in found]
@@ -284,12 +301,15 @@ def _child(index: int, kinds: list[str], found: dict[str, str]) -> tuple[str | N
 def main(arguments: list[str]) -> int:
     """The child: try each kind in turn, saying so before and after."""
     from memferry_ascend.backends.ascend import AscendBackend
+    from memferry_ascend.backends.ascend_writes import try_write
 
     backend = AscendBackend(int(arguments[0]))
     for kind in arguments[1:]:
         print(f"@begin {kind}", flush=True)
         try:
-            verdict, broken = try_kind(backend, kind) or "right", False
+            name = kind.removeprefix(WRITING)
+            tried = try_kind(backend, kind) if name == kind else try_write(backend, name)
+            verdict, broken = tried or "right", False
         except Exception as error:
             verdict, broken = f"it failed: {_short(error)}", _broken(backend)
         print(f"@end {kind} {' '.join(verdict.split())}", flush=True)

@@ -27,8 +27,8 @@ def make():
 def ferry(plan=None, **config):
     model, optimizer = make()
     return mf.ferry(model, optimizer, config=mf.Config(precision="fp32", **config), plan=plan)
-def every(mode):
-    return Plan(tuple(LayerPlan(n, mode) for n, m in make()[0].named_modules() if m._parameters))
+def every(mode, grad="stage"):
+    return Plan(tuple(LayerPlan(n, mode, grad) for n, m in make()[0].named_modules() if m._parameters))
 def steps(engine, n=3):
     g = torch.Generator().manual_seed(1)
     for _ in range(n):
@@ -167,10 +167,12 @@ def test_a_device_that_does_not_see_the_hosts_writes_runs_gfgb_only() -> None:
         """
         b = mf.init(backend="ascend").backend
         can = b.capabilities()
-        assert not can.coherent and not can.dha_kinds
+        assert not can.coherent and not can.dha_kinds and not can.direct_kinds
         assert any("the device did not see what the host had written" in n for n in can.notes), can.notes
         for mode in (Mode.DHA, Mode.DFGB, Mode.STREAM):
             assert "only GFGB layers run here" in refused(lambda: ferry(every(mode), update="backward"))
+        said = refused(lambda: ferry(every(Mode.GFGB, "direct"), update="backward"))
+        assert "has grad 'direct', but no kernel of Embedding may write host memory on ascend" in said, said
         assert 'use Config(update="backward")' in refused(lambda: ferry())
         engine = ferry(update="backward")
         assert {l.mode for l in engine.plan.layers} == {Mode.GFGB}
@@ -206,6 +208,49 @@ def test_a_kind_whose_kernel_fails_on_host_memory_is_not_read_there(tmp_path: Pa
         assert all(torch.equal(near[k], far[k]) for k in near)
         """,
         operators="aclnnLayerNorm:crash@mapped,aclnnConvolution:wrong@mapped,aclnnMul:error@mapped",
+        environ={"MEMFERRY_CACHE": str(tmp_path)},
+    )
+
+
+def test_a_kind_whose_gradient_kernel_fails_on_host_memory_does_not_write_there(tmp_path: Path) -> None:
+    """The bias's sum ends the process, the table's rows come out wrong; the norms use neither."""
+    script(
+        """
+        from memferry_ascend import placement
+        b = mf.init(backend="ascend").backend
+        can = b.capabilities()
+        assert can.direct_kinds == {"LayerNorm", "RMSNorm"}, can
+        assert {"Linear", "LayerNorm"} <= can.dha_kinds, can
+        why = {n.split(": ")[0].rsplit(" ", 1)[1]: n for n in can.notes if n.startswith("no direct gradients for ")}
+        assert set(why) == {"Linear", "Conv1D", "Embedding"}, why
+        assert "it ended the process (signal 6)" in why["Conv1D"], why
+        assert "the gradient of weight differs in float32" in why["Embedding"], why
+        assert "it ended the process (signal 6)" in why["Linear"], why
+        said = refused(lambda: ferry(every(Mode.GFGB, "direct")))
+        assert "has grad 'direct', but no kernel of Embedding may write host memory on ascend" in said, said
+        near = steps(ferry(every(Mode.STREAM)))
+        engine = ferry(reserve=0.0)  # what cannot be written is staged
+        grads = {l.kind: str(l.grad) for l in engine.plan.layers}
+        assert grads == {"Embedding": "stage", "LayerNorm": "direct", "Linear": "stage"}, grads
+        far = steps(engine)
+        assert all(torch.equal(near[k], far[k]) for k in near)
+        """,
+        operators="aclnnReduceSum:crash@mapped,aclnnIndexPutImpl:wrong@mapped",
+        environ={"MEMFERRY_CACHE": str(tmp_path)},
+    )
+
+
+@pytest.mark.parametrize("fault", ["error", "wrong"])
+def test_a_product_that_cannot_write_host_memory_is_staged(fault: str, tmp_path: Path) -> None:
+    """It costs the kinds that are products, and their gradients only."""
+    script(
+        f"""
+        can = mf.init(backend="ascend").backend.capabilities()
+        assert not {{"Linear", "Conv1D"}} & can.direct_kinds and "Embedding" in can.direct_kinds, can
+        notes = [n for n in can.notes if n.startswith("no direct gradients for Linear")]
+        assert len(notes) == 1 and {"it failed" if fault == "error" else "differs"!r} in notes[0], notes
+        """,
+        operators=f"aclnnMm:{fault}@mapped",
         environ={"MEMFERRY_CACHE": str(tmp_path)},
     )
 
@@ -396,7 +441,8 @@ def test_selftest_on_the_emulator(tmp_path: Path) -> None:
     found = json.loads(report.read_text())
     assert found["selftest"]["ok"]
     assert found["selftest"]["device"] == "npu:0"
-    assert len(found["selftest"]["tests"]) == 10
+    assert len(found["selftest"]["tests"]) == 13
+    assert found["selftest"]["direct_kinds"] == ["Conv1D", "Embedding", "LayerNorm", "Linear", "RMSNorm"]
     assert "host memory: route unified" in found["ascend"]
     assert "FAIL" not in said
 

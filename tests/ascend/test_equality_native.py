@@ -8,6 +8,12 @@ from test_equality_ascend import (  # noqa: F401
     test_random_plans_with_delays,
     test_update_in_backward,
 )
+from test_placement_ascend import (  # noqa: F401
+    test_a_staged_table_sends_the_touched_rows_alone,
+    test_every_placement_has_the_bits_of_the_serial_plan,
+    test_random_placements_with_delays,
+    written,
+)
 
 from memferry_ascend import hostmath, runtime
 from memferry_ascend.nativejobs import NativeJobs, make_jobs

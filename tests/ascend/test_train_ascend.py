@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from memferry_ascend import cli, runtime
-from memferry_ascend.planner import LayerPlan, Mode, Plan
+from memferry_ascend.direct import why_not
+from memferry_ascend.planner import Grad, LayerPlan, Mode, Plan
 from memferry_ascend.train.models import PRESETS, build
 
 RUN = ["--text", "stdlib", "--model", "gpt-1m", "--context", "32", "--batch", "2", "--steps", "4"]
@@ -41,14 +42,17 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def plans(folder: Path) -> list[Path]:
-    """Plan files for the trained model: all layers streamed, then every mode and every placement that an NPU offers."""
+    """Plan files for the trained model: all layers streamed, then every mode mixed with gradient placements, the last with
+    each of them on some layer."""
     model = build(PRESETS["gpt-1m"])
-    names = [name for name, m in model.named_modules() if m._parameters]
+    modules = {name: m for name, m in model.named_modules() if m._parameters}
+    assert all(why_not(m) is None for m in modules.values())
     rng = random.Random(3)
-    made = [Plan(tuple(LayerPlan(n, Mode.STREAM) for n in names))]
-    for placements in (("keep",), ("keep", "stage")):
-        layers = tuple(LayerPlan(n, rng.choice(list(Mode)), rng.choice(placements)) for n in names)
+    made = [Plan(tuple(LayerPlan(n, Mode.STREAM) for n in modules))]
+    for placements in (("keep",), ("direct",), ("keep", "stage", "direct")):
+        layers = tuple(LayerPlan(n, rng.choice(list(Mode)), rng.choice(placements)) for n in modules)
         made.append(Plan(layers))
+    assert {x.grad for x in made[-1].layers} == set(Grad)
     files = [folder / f"plan{k}.json" for k in range(len(made))]
     for file, plan in zip(files, made, strict=True):
         plan.save(file)
@@ -136,7 +140,8 @@ def test_training_on_cm384_with_an_assisting_device() -> None:
 import sys
 sys.path.insert(0, "tests/ascend")
 import torch, memferry_ascend as mf
-from memferry_ascend.planner import LayerPlan, Mode, Plan
+from memferry_ascend.direct import why_not
+from memferry_ascend.planner import Grad, LayerPlan, Mode, Plan
 rt = mf.init(topology="cm384", backend="ascend")
 import models
 torch.set_num_threads(1)
