@@ -18,6 +18,7 @@ import importlib.metadata
 import importlib.util
 import os
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ import torch
 from memferry_ascend import sizes
 from memferry_ascend.backends import ascend_probe
 from memferry_ascend.backends.acl import Acl, Block
-from memferry_ascend.backends.ascend_queues import AscendCompute, AscendEvent, AscendStream, naming
+from memferry_ascend.backends.ascend_queues import AscendCompute, AscendEvent, AscendStream, Gate, naming
 from memferry_ascend.backends.ascend_relay import AscendRelays
 from memferry_ascend.backends.base import (
     Backend,
@@ -143,6 +144,7 @@ class AscendBackend(Backend):
         self.acl = Acl(index)
         self._open: dict[int, bool] = {}
         self.relays = AscendRelays(self)
+        self._gate: Gate | None = None
         self.compute = AscendCompute(self.device)
         self._host, self._alias = _Ranges(), _Ranges()
         self.route, self.routes_refused = self.acl.choose(os.environ.get("MEMFERRY_ASCEND_ROUTE") or None)
@@ -311,11 +313,20 @@ class AscendBackend(Backend):
         assert isinstance(stream, AscendStream)
         self.relays.done(stream)
 
+    def hold(self, streams: Sequence[Stream]) -> Callable[[], None]:
+        if self._gate is None:
+            self._gate = Gate(self)
+        self._gate.shut(streams)
+        return self._gate.open
+
     def close(self) -> None:
         try:
             self.synchronize()
         finally:
             self.relays.close()
+            if self._gate is not None:
+                self._gate.close()
+                self._gate = None
             super().close()
 
     def capabilities(self) -> Capabilities:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from ctypes import byref, c_int32, c_uint32, c_uint64, c_void_p
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memferry_ascend.backends.acl import describe
-from memferry_ascend.backends.base import Compute, Event, Stream
+from memferry_ascend.backends.base import Compute, Event, NotSupported, Stream
 from memferry_ascend.errors import FerryError
 
 if TYPE_CHECKING:
@@ -159,3 +160,44 @@ class AscendCompute(Compute):
     def synchronize(self) -> None:
         with naming("the compute stream"):
             torch.npu.current_stream(self._device).synchronize()
+
+
+class Gate:
+    """Keeps streams from starting what is queued behind it until it is opened: they wait for a notify, the one thing that
+    CANN lets a stream wait for before it was recorded (aclrtWaitAndResetNotify; an event that nobody has recorded yet holds
+    nobody up). A stream of its own records it. Nothing spins."""
+
+    def __init__(self, backend: AscendBackend) -> None:
+        if not backend.acl.has("aclrtCreateNotify", "aclrtWaitAndResetNotify", "aclrtRecordNotify"):
+            raise NotSupported(
+                "this CANN has no notifies (aclrtCreateNotify), so that streams cannot be held"
+            )
+        self._acl = backend.acl
+        self._notify, self._stream = c_void_p(), c_void_p()
+        self._acl.bind()
+        self._acl.call("aclrtCreateNotify", byref(self._notify), c_uint64(0), doing="a gate for streams")
+        self._acl.call("aclrtCreateStream", byref(self._stream), doing="a gate for streams")
+        self._shut = AscendEvent(False, native=False)
+
+    def shut(self, streams: Sequence[Stream]) -> None:
+        first, *others = streams
+        assert isinstance(first, AscendStream)
+        first.flush()  # the wait goes past torch_npu's queue: behind what is in it
+        self._acl.bind()
+        for_ever = c_uint32(0)
+        self._acl.call(
+            "aclrtWaitAndResetNotify", self._notify, c_void_p(first.handle), for_ever, doing="holding streams"
+        )
+        first.record(self._shut)
+        for stream in others:
+            stream.wait(self._shut)
+
+    def open(self) -> None:
+        self._acl.bind()
+        self._acl.call("aclrtRecordNotify", self._notify, self._stream, doing="releasing held streams")
+
+    def close(self) -> None:
+        """Give both back; a device that is lost takes them with it."""
+        if self._acl.code("aclrtSetDevice", c_int32(self._acl.device)) == 0:
+            self._acl.code("aclrtDestroyStream", self._stream)
+            self._acl.code("aclrtDestroyNotify", self._notify)

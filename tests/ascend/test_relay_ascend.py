@@ -223,3 +223,45 @@ def test_training_through_peers_has_the_bits_of_training_without(
             )
         assert_same(want, got)
         assert set(made[-1].moved) == {"direct", *(f"via npu:{p}" for p in peers)}
+
+
+def test_held_streams_start_together(backend: AscendBackend) -> None:
+    """`hold`: what is queued from then on does not start, whether the bytes go directly or through a peer; what was queued
+    before does. Twice, for the gate is used again."""
+    n = 4 * CHUNK
+    slab = backend.alloc_host(3 * n, mapped=True)
+    room = backend.alloc_device(3 * n)
+    up, down, third = (backend.stream(name) for name in ("upload", "download", "reload"))
+    before, ends = backend.event(), [backend.event() for _ in range(3)]
+    for k in (1, 2):
+        slab.host.copy_(torch.arange(3 * n).remainder(50 + k).to(torch.uint8))
+        slab.host[n : 2 * n] = 0
+        room.fill_(k)
+        backend.synchronize()
+        up.copy(room[2 * n : 2 * n + 8], slab.host[2 * n : 2 * n + 8])
+        up.record(before)
+        release = backend.hold([up, down, third])
+        up.copy(room[:n], slab.host[:n])
+        down.copy(slab.host[n : 2 * n], room[n : 2 * n])
+        backend.relay(third, room[2 * n :], slab.host[2 * n :], peer=1, chunk=CHUNK)
+        backend.relays_done(third)
+        for stream, end in zip((up, down, third), ends, strict=True):
+            stream.record(end)
+        before.synchronize()
+        assert not any(end.query() for end in ends)
+        assert not slab.host[n : 2 * n].any()
+        release()
+        for end in ends:
+            end.synchronize()
+        got = room.cpu()
+        assert torch.equal(got[:n], slab.host[:n]) and torch.equal(got[2 * n :], slab.host[2 * n :])
+        assert (slab.host[n : 2 * n] == k).all()
+    backend.free_host(slab)
+
+
+def test_the_gate_of_held_streams_is_given_back(backend: AscendBackend) -> None:
+    backend.hold([backend.stream("upload")])()
+    gate = backend._gate
+    assert gate is not None
+    backend.close()
+    assert backend.acl.code("aclrtDestroyNotify", gate._notify) == 107000

@@ -527,3 +527,30 @@ def test_batched_copies_go_one_way() -> None:
     assert synchronize(stream) == 0
     assert [device_bytes(m, 1)[0] for m in memory] == [1, 2, 3]
     assert batch([memory[0], hosts[1]], [hosts[0], memory[1]], [True, False]) == (PARAMETER, 1)
+
+
+@in_child(devices=2)
+def test_a_stream_waits_for_a_notify_that_is_recorded_later() -> None:
+    """Once: waiting clears it. It belongs to its device, and is not destroyed under a waiting stream."""
+    set_device(1)
+    other = new_stream()
+    set_device(0)
+    waiting, recording, memory, host = new_stream(), new_stream(), malloc(4096)[1], malloc_host(4096)[1]
+    notify = c_void_p()
+    assert acl.aclrtCreateNotify(byref(notify), ctypes.c_uint64(0)) == 0
+    for value in (1, 2):
+        ctypes.memset(host, value, 4096)
+        assert acl.aclrtWaitAndResetNotify(notify, c_void_p(waiting), ctypes.c_uint32(0)) == 0
+        assert copy_async(memory, host, 4096, H2D, waiting) == 0
+        assert acl.aclrtDestroyNotify(notify) == PARAMETER
+        assert synchronize(recording) == 0
+        assert device_bytes(memory, 1)[0] != value
+        assert acl.aclrtRecordNotify(notify, c_void_p(recording)) == 0
+        assert synchronize(waiting) == 0
+        assert device_bytes(memory, 1)[0] == value
+    set_device(1)
+    assert acl.aclrtRecordNotify(notify, c_void_p(other)) == PARAMETER
+    set_device(0)
+    assert acl.aclrtWaitAndResetNotify(notify, c_void_p(waiting), ctypes.c_uint32(5)) == PARAMETER
+    assert acl.aclrtDestroyNotify(notify) == 0
+    assert acl.aclrtRecordNotify(notify, c_void_p(recording)) == PARAMETER

@@ -8,6 +8,7 @@ from pathlib import Path
 import emulator
 import pytest
 import torch
+from memferry_ascend.topology import Measured, load
 
 from memferry_ascend import cli, runtime
 from memferry_ascend.direct import why_not
@@ -174,3 +175,30 @@ assert all(torch.equal(alone[k], together[k]) for k in alone)
         ],
         devices=8,
     )
+
+
+def test_probe_measures_the_paths_through_peers(tmp_path: Path) -> None:
+    """Every path of the first of three NPUs, in both directions; the file then serves as a topology. With the default task
+    queue and without."""
+    for queue in ("1", "0"):
+        out = tmp_path / f"paths{queue}.json"
+        arguments = [
+            "probe",
+            "--backend",
+            "ascend",
+            "--sizes",
+            "4KiB",
+            "64MiB",
+            "--repeats",
+            "2",
+            "--out",
+            out,
+        ]
+        emulator.run(["-m", "memferry_ascend", *arguments], devices=3, environ={"TASK_QUEUE_ENABLE": queue})
+        found = load(out)
+        assert isinstance(found, Measured)
+        assert [path.name for path in found.measured] == ["direct", "via npu:1", "via npu:2"]
+        for direction in ("h2d", "d2h"):
+            paths = found.paths("npu:0", via=["npu:1", "npu:2"], direction=direction)
+            assert len(paths.paths) == 3
+            assert all(path.bandwidth > 0 for path in paths.paths)
