@@ -106,15 +106,18 @@ class Engine:
         ranks = runtime.ranks
         if ranks is not None:
             agreement.meet(ranks, layers, model, optimizer, config, plan)
-        self.profile, self.plan = choose_plan(plan, layers, model, optimizer, runtime, config, sample_batch)
+        self.profile, self.plan, base = choose_plan(
+            plan, layers, model, optimizer, runtime, config, sample_batch
+        )
         if ranks is not None:
             self.plan = exchanged(agreement.choose(ranks, plan, self.plan))
         self.plan = settle(self.plan, layers, backend, optimizer)
         by_name = {lp.name: lp for lp in self.plan.layers}
         self._units = units(layers, by_name, alone=distant(layers))
         exchange = sharded.device_need(self._units, ranks) if ranks is not None else 0
-        base = exchange + (self.profile.base_bytes if self.profile is not None else 0)
-        self._sizing = sizing(self._units, config.device_bytes, accumulate=config.accumulate, base=base)
+        self._sizing = sizing(
+            self._units, config.device_bytes, accumulate=config.accumulate, base=base + exchange
+        )
         native = is_native(optimizer)
         self.recorder = Recorder(backend)
         self._parallel: sharded.DataParallel | None = None

@@ -17,6 +17,7 @@ from memferry_ascend.placement import exchanged, keep_by_reserve
 from memferry_ascend.planner.plan import LayerPlan, Mode, Plan
 from memferry_ascend.planner.profile import Profile
 from memferry_ascend.runtime import Runtime
+from memferry_ascend.weights import is_meta
 
 DEVICE_MARGIN = 0.05
 """Share of the free device memory that no plan takes: fragmentation, and what other libraries allocate."""
@@ -71,8 +72,9 @@ def choose_plan(
     runtime: Runtime,
     config: Config,
     sample_batch: Any,
-) -> tuple[Profile | None, Plan]:
-    """The profile (None when nothing was measured) and the plan to run.
+) -> tuple[Profile | None, Plan, int]:
+    """The profile (None when no layer was measured), the plan to run, and the device bytes of activations, buffers and
+    workspace: the profile's, or of a trial step where a budget bounds a plan without one; 0 without a budget.
 
     Raises:
         FerryError: a given plan is of another model.
@@ -88,28 +90,42 @@ def choose_plan(
     if plan is not None:
         check_plan(plan, layers)
         refuse_modes(plan, layers, runtime.backend)
-        return None, plan
+        return None, plan, _base(model, layers, runtime, config, sample_batch)
     if sample_batch is None or config.planner == "rules" or not runtime.backend.capabilities().coherent:
         rules = rule_plan(layers, runtime.backend)
         if config.device_bytes is not None:
-            return None, _fit(rules, layers, config.device_bytes, runtime, config, is_native(optimizer))
+            base = _base(model, layers, runtime, config, sample_batch)
+            native = is_native(optimizer)
+            return None, _fit(rules, layers, config.device_bytes, runtime, config, native, base), base
         if config.reserve is not None:
             rules = keep_by_reserve(rules, layers, runtime.backend, config.reserve)
-        return None, rules
+        return None, rules, 0
     measured = profiler.measure(model, layers, optimizer, runtime, config, sample_batch)
     profile = fabricprobe.with_ranks(measured.profile, runtime)
-    return profile, measured_plan(profile, layers, config, runtime.backend)
+    return profile, measured_plan(profile, layers, config, runtime.backend), profile.base_bytes
+
+
+def _base(model: nn.Module, layers: list[Layer], runtime: Runtime, config: Config, sample_batch: Any) -> int:
+    if config.device_bytes is None or sample_batch is None or is_meta(model):  # a meta model cannot run yet
+        return 0
+    return profiler.measure_base(model, layers, runtime.backend, sample_batch, config.device_bytes)
 
 
 def _fit(
-    rules: Plan, layers: list[Layer], limit: int, runtime: Runtime, config: Config, device_updates: bool
+    rules: Plan,
+    layers: list[Layer],
+    limit: int,
+    runtime: Runtime,
+    config: Config,
+    device_updates: bool,
+    base: int,
 ) -> Plan:
     """`budget.fit`, with room for the buffers of several ranks, which are as large as the plan's units."""
     exchange = 0
     while True:
         plan = budget.fit(
             rules, layers, limit, runtime.backend, accumulate=config.accumulate, reserve=config.reserve,
-            device_updates=device_updates, base=exchange,
+            device_updates=device_updates, base=base + exchange,
         )  # fmt: skip
         if runtime.ranks is None:
             return plan

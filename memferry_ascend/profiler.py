@@ -104,6 +104,27 @@ def measure(
     return measured
 
 
+def measure_base(
+    model: nn.Module, layers: Sequence[Layer], backend: Backend, sample_batch: Any, budget: int
+) -> int:
+    """Device bytes of activations, buffers and workspace: the peak of a trial step, less its parameters. 0 on the CPU
+    backend, which does not count them. budget: bytes that the trial keeps to as far as it can.
+
+    Raises:
+        FerryError: the model or the batch does not fit; see `Trial`.
+    """
+    stats = backend.memory_stats()
+    with torch.enable_grad(), Trial(model, layers, backend, sample_batch, min(stats.free, budget)) as trial:
+        trial.place()
+        marks = Marks(layers, backend)
+        trial.run(marks)  # libraries take their workspace in the first pass
+        backend.reset_peak()
+        trial.run(marks)
+        found = backend.memory_stats().peak - stats.allocated - trial.held_bytes
+    backend.reset_peak()
+    return max(0, found)
+
+
 def depends_on(
     model: nn.Module,
     layers: Sequence[Layer],

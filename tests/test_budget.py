@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from torch import nn
 
 import memferry_ascend as mf
 from memferry_ascend import arming, budget, placement, planning
+from memferry_ascend.backends.cpu import CpuBackend
 from memferry_ascend.layers import collect, distant, units
 from memferry_ascend.planner import Grad, LayerPlan, Mode, Plan, Update
+from memferry_ascend.trial import Trial
 
 pytestmark = pytest.mark.usefixtures("cpu")
 
@@ -274,3 +277,35 @@ def test_a_budget_needs_a_sample_batch() -> None:
 def test_transformers_linear_is_known_by_its_name() -> None:
     layers = collect(nn.Sequential(Conv1D(8, 4)), "bf16", ())
     assert placement.direct_obstacle(layers[0], mf.current().backend) is None
+
+
+def test_rules_leave_room_for_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that counts activations: what the trial's passes take is kept free by the plan, or it is refused."""
+    taken = 8 << 10
+    model = Stack(WIDTHS)
+    least = smallest(model)
+    real = CpuBackend.memory_stats
+    passes: list[int] = []
+
+    def stats(self: CpuBackend) -> Any:
+        found = real(self)
+        return replace(found, peak=found.peak + taken) if passes else found
+
+    run = Trial.run
+
+    def counted(self: Trial, marks: Any) -> None:
+        run(self, marks)
+        passes.append(1)
+
+    monkeypatch.setattr(CpuBackend, "memory_stats", stats)
+    monkeypatch.setattr(Trial, "run", counted)
+    with pytest.raises(mf.FerryError, match=r"activations 8\.00 KiB"):
+        ferry(model, least + taken - 1)
+    assert passes
+    passes.clear()
+    engine = ferry(model, least + taken)
+    assert engine.plan.device_bytes == least + taken
+    engine.close()
+    passes.clear()
+    mf.ferry(model, adamw(model), config=mf.Config(planner="rules")).close()
+    assert not passes  # nothing is measured without a budget
