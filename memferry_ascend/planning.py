@@ -106,9 +106,13 @@ def choose_plan(
 
 
 def _base(model: nn.Module, layers: list[Layer], runtime: Runtime, config: Config, sample_batch: Any) -> int:
-    if config.device_bytes is None or sample_batch is None or is_meta(model):  # a meta model cannot run yet
+    """What a trial step shows, the most of all ranks: they run one plan with one ring."""
+    if config.device_bytes is None:
         return 0
-    return profiler.measure_base(model, layers, runtime.backend, sample_batch, config.device_bytes)
+    found = 0
+    if sample_batch is not None and not is_meta(model):  # a meta model cannot run yet
+        found = profiler.measure_base(model, layers, runtime.backend, sample_batch, config.device_bytes)
+    return found if runtime.ranks is None else max(runtime.ranks.gather_objects(found))
 
 
 def _fit(
