@@ -93,13 +93,13 @@ class Estimate:
             mode = chosen[i][0]
             ready = compute
             if mode is _GFGB or mode is _STREAM:
-                missing, nbytes = 0.0, 0
+                missing, nbytes, wait = 0.0, 0, 0.0
                 for s in stores[i]:
                     if not resident[s]:
                         missing += own_time[s]
                         nbytes += own_bytes[s]
-                        if updated[s] > link and mode is _STREAM:
-                            link = updated[s]
+                        if updated[s] > wait:
+                            wait = updated[s]  # of this copy alone: a shared parameter's own goes before it
                     elif own_bytes[s] and self.has_gradient[s] and chosen[s][2] is not _DEVICE:
                         end = uploaded[s]
                         if end is None:
@@ -109,6 +109,8 @@ class Estimate:
                         if end > ready:
                             ready = end
                 if mode is _STREAM:
+                    if wait > link:
+                        link = wait
                     if ring >= slots and freed[ring - slots] > link:
                         link = freed[ring - slots]
                     ring += 1
@@ -166,7 +168,8 @@ class Estimate:
                     if ring >= slots and freed[ring - slots] > wait:
                         wait = freed[ring - slots]
                     ring += 1
-                if mode is _STREAM or any_updated:
+                # Frozen, and nothing to wait for: the iteration before may have fetched it, as in the forward pass.
+                if any_updated or (mode is _STREAM and (wait > 0.0 or link > 0.0)):
                     link = max(link, wait) + missing
                     fabric = max(fabric, link) + self.profile.gather_time(nbytes)
                     if fabric > compute:
