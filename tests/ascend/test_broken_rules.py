@@ -81,14 +81,17 @@ b = start()
 AscendBackend.check_operand = lambda self, t: None
 device, pageable = b.alloc_device(4096), torch.ones(4096, dtype=torch.uint8)
 up = b.stream("upload")
-gate = b.event()
 acl.emuHoldStream(ctypes.c_void_p(up.handle), 1)
 import threading
-late = threading.Timer(0.5, acl.emuReleaseAll)
+released = threading.Event()
+def release():
+    released.set()
+    acl.emuReleaseAll()
+late = threading.Timer(0.5, release)
 late.start()
 up.copy(device, pageable)
-up.record(gate)
-assert gate.query()  # pageable memory: the copy blocked its caller until the stream went on
+up.flush()
+assert released.is_set()  # pageable memory: the copy blocked its caller until the stream went on
 late.join()
 """
     )
