@@ -31,7 +31,6 @@ from memferry_ascend.backends.ascend_relay import AscendRelays
 from memferry_ascend.backends.base import (
     Backend,
     Capabilities,
-    DeviceOutOfMemory,
     Event,
     HostSlab,
     MemoryStats,
@@ -249,11 +248,7 @@ class AscendBackend(Backend):
             self.compute.synchronize()
             return made
         except torch.OutOfMemoryError as e:
-            stats = self.memory_stats()
-            raise DeviceOutOfMemory(
-                f"device memory: asked for {sizes.fmt(nbytes)} with {sizes.fmt(stats.allocated)} in use and "
-                f"{sizes.fmt(stats.free)} free of {sizes.fmt(stats.limit)}; set a smaller device_memory"
-            ) from e
+            raise self._no_room(nbytes) from e
 
     def memory_stats(self) -> MemoryStats:
         with naming("device memory: asking how much there is"):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memferry_ascend.backends.acl import describe
-from memferry_ascend.backends.base import Compute, Event, NotSupported, Stream
+from memferry_ascend.backends.base import Compute, Event, NotSupported, QueuedStream, Stream
 from memferry_ascend.errors import FerryError
 
 if TYPE_CHECKING:
@@ -37,9 +37,7 @@ def _named(what: str, error: RuntimeError) -> FerryError:
 
 
 class naming:
-    """What torch_npu raises in the block becomes a FerryError about `what`. The task queue raises a failed task's error in
-    whichever call comes next, on any thread: every call that touches a queue is inside such a block, and one fault has
-    one face."""
+    """What torch_npu raises in the block becomes a FerryError about `what`."""
 
     __slots__ = ("_what",)
 
@@ -93,22 +91,13 @@ class AscendEvent(Event):
             return float(self.event.elapsed_time(later.event)) / 1e3
 
 
-class AscendStream(Stream):
+class AscendStream(QueuedStream):
     def __init__(self, backend: AscendBackend, name: str) -> None:
         self.name = name
         self._backend = backend
         with naming(f"making stream {name!r}"):
             self.stream = torch.npu.Stream(device=backend.device)
             self.handle = int(self.stream.npu_stream)
-
-    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        self.copy_many(((dst, src),))
-
-    def copy_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        if self.carrier is not None:
-            pairs = [(dst, src) for dst, src in pairs if not self.carrier(self, dst, src)]
-        if pairs:
-            self.copy_direct(pairs)
 
     def copy_direct(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._backend._at(f"copy:{self.name}")

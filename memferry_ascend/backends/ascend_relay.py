@@ -15,7 +15,6 @@ Buffers, streams and events are the runtime's own (`aclrtMalloc`, ...): torch_np
 from __future__ import annotations
 
 import ctypes
-import threading
 from ctypes import byref, c_int32, c_uint32, c_void_p
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ import torch
 
 from memferry_ascend.backends.acl import Acl, describe
 from memferry_ascend.backends.base import BytesLost, NotSupported
+from memferry_ascend.backends.relays import Relays
 from memferry_ascend.errors import FerryError
 
 if TYPE_CHECKING:
@@ -144,35 +144,20 @@ class AscendRelay:
         self._mine.acl.code("aclrtSetDevice", c_int32(self._mine.acl.device))
 
 
-class AscendRelays:
-    """The relays of one backend, made when they are first used."""
+class AscendRelays(Relays["AscendStream", AscendRelay]):
+    """Of one NPU."""
 
     def __init__(self, backend: AscendBackend) -> None:
+        super().__init__()
         self._backend = backend
-        self._lock = threading.Lock()
-        self._made: dict[tuple[str, int, bool], tuple[int, int, AscendRelay]] = {}
 
-    def queue(
-        self, stream: AscendStream, dst: torch.Tensor, src: torch.Tensor, peer: int, chunk: int, slots: int
-    ) -> None:
-        key = (stream.name, peer, src.device.type == "cpu")
-        with self._lock:
-            made = self._made.get(key)
-            if made is None or made[:2] != (chunk, slots):
-                if made is not None:
-                    made[2].check(wait=True)
-                    made[2].close()
-                    del self._made[key]
-                self._check(peer)
-                relay = AscendRelay(self._backend, stream, peer, key[2], chunk, slots)
-                made = self._made[key] = (chunk, slots, relay)
-        made[2].queue(dst, src)
+    def _make(self, stream: AscendStream, peer: int, to_device: bool, chunk: int, slots: int) -> AscendRelay:
+        self._check(peer)
+        return AscendRelay(self._backend, stream, peer, to_device, chunk, slots)
 
-    def done(self, stream: AscendStream) -> None:
-        # All of them: another thread may be queuing on this stream, and waiting for a past event costs nothing.
-        for (name, _, _), (_, _, relay) in list(self._made.items()):
-            if name == stream.name:
-                relay.done()
+    def _retire(self, stream: AscendStream, relay: AscendRelay) -> None:
+        relay.check(wait=True)
+        relay.close()
 
     def check(self) -> None:
         """Wait for all relays; raise what one of them lost."""

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memferry_ascend import sizes
 from memferry_ascend.errors import FerryError
 
 if TYPE_CHECKING:
@@ -166,6 +167,20 @@ class Stream(ABC):
         """Block until everything queued so far is done; raises what a copy raised."""
 
 
+class QueuedStream(Stream):
+    """A stream of a family whose runtime queues copies: the carrier is asked as they are queued, and `copy_direct` queues
+    what it leaves."""
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        self.copy_many(((dst, src),))
+
+    def copy_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        if self.carrier is not None:
+            pairs = [(dst, src) for dst, src in pairs if not self.carrier(self, dst, src)]
+        if pairs:
+            self.copy_direct(pairs)
+
+
 class Compute(ABC):
     """The stream the user's kernels run on, whichever that is when a method is called."""
 
@@ -228,6 +243,14 @@ class Backend(ABC):
         Raises:
             DeviceOutOfMemory: over the device's limit; names requested, in use and limit.
         """
+
+    def _no_room(self, nbytes: int) -> DeviceOutOfMemory:
+        """What `alloc_device` raises where the family's allocator refused."""
+        stats = self.memory_stats()
+        return DeviceOutOfMemory(
+            f"device memory: asked for {sizes.fmt(nbytes)} with {sizes.fmt(stats.allocated)} in use and "
+            f"{sizes.fmt(stats.free)} free of {sizes.fmt(stats.limit)}; set a smaller device_memory"
+        )
 
     @abstractmethod
     def memory_stats(self) -> MemoryStats: ...

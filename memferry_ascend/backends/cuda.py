@@ -21,10 +21,10 @@ from memferry_ascend.backends.base import (
     Backend,
     Capabilities,
     Compute,
-    DeviceOutOfMemory,
     Event,
     HostSlab,
     MemoryStats,
+    QueuedStream,
     Stream,
     align,
 )
@@ -76,22 +76,13 @@ class CudaEvent(Event):
         return self.event.elapsed_time(later.event) / 1e3
 
 
-class CudaStream(Stream):
+class CudaStream(QueuedStream):
     def __init__(self, backend: CudaBackend, name: str) -> None:
         self.name = name
         self._backend = backend
         # High priority: an urgent upload is what the next kernel waits for.
         self.stream = torch.cuda.Stream(backend.device, priority=-1)
         self.handle = self.stream.cuda_stream
-
-    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        self.copy_many(((dst, src),))
-
-    def copy_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        if self.carrier is not None:
-            pairs = [(dst, src) for dst, src in pairs if not self.carrier(self, dst, src)]
-        if pairs:
-            self.copy_direct(pairs)
 
     def copy_direct(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         driver = self._backend.driver()
@@ -311,11 +302,7 @@ class CudaBackend(Backend):
             torch.cuda.current_stream(self.device).synchronize()
             return memory
         except torch.OutOfMemoryError as e:
-            stats = self.memory_stats()
-            raise DeviceOutOfMemory(
-                f"device memory: asked for {sizes.fmt(nbytes)} with {sizes.fmt(stats.allocated)} in use and "
-                f"{sizes.fmt(stats.free)} free of {sizes.fmt(stats.limit)}; set a smaller device_memory"
-            ) from e
+            raise self._no_room(nbytes) from e
 
     def memory_stats(self) -> MemoryStats:
         free, total = torch.cuda.mem_get_info(self.device)

@@ -6,12 +6,12 @@ device itself (tests on a machine with one): the path is the same, only no link 
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 import torch
 
 from memferry_ascend.backends.base import NotSupported
+from memferry_ascend.backends.relays import Relays
 
 if TYPE_CHECKING:
     from memferry_ascend.backends.cuda import CudaBackend, CudaStream
@@ -63,35 +63,20 @@ class CudaRelay:
         self._stream.wait(self._done)
 
 
-class CudaRelays:
-    """The relays of one backend, made when they are first used."""
+class CudaRelays(Relays["CudaStream", CudaRelay]):
+    """Of one CUDA device."""
 
     def __init__(self, backend: CudaBackend) -> None:
+        super().__init__()
         self._backend = backend
-        self._lock = threading.Lock()
-        self._made: dict[tuple[str, int, bool], tuple[int, int, CudaRelay]] = {}
 
-    def queue(
-        self, stream: CudaStream, dst: torch.Tensor, src: torch.Tensor, peer: int, chunk: int, slots: int
-    ) -> None:
-        to_device = not src.is_cuda
-        key = (stream.name, peer, to_device)
-        with self._lock:
-            made = self._made.get(key)
-            if made is None or made[:2] != (chunk, slots):
-                if made is not None:
-                    made[2].done()
-                    stream.synchronize()  # the old buffers go back to the allocator
-                self._check(peer)
-                relay = CudaRelay(self._backend, stream, peer, to_device, chunk, slots)
-                made = self._made[key] = (chunk, slots, relay)
-        made[2].queue(dst, src)
+    def _make(self, stream: CudaStream, peer: int, to_device: bool, chunk: int, slots: int) -> CudaRelay:
+        self._check(peer)
+        return CudaRelay(self._backend, stream, peer, to_device, chunk, slots)
 
-    def done(self, stream: CudaStream) -> None:
-        # All of them: another thread may be queuing on this stream, and waiting for a past event costs nothing.
-        for (name, _, _), (_, _, relay) in list(self._made.items()):
-            if name == stream.name:
-                relay.done()
+    def _retire(self, stream: CudaStream, relay: CudaRelay) -> None:
+        relay.done()
+        stream.synchronize()  # the old buffers go back to the allocator
 
     def _check(self, peer: int) -> None:
         mine = self._backend.device.index
