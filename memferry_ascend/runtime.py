@@ -103,9 +103,9 @@ def init(topology: str = "auto", backend: str | None = None) -> Runtime:
     made = make_backend(
         backend or _choose(), local_rank % torch.accelerator.device_count() if shares_device else local_rank
     )
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-    made.node = numa.choose(made.pci_address(), host_threads(local_world))
     ranks = connect(made.device)
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (ranks.local if ranks is not None else 1)
+    made.node = numa.choose(made.pci_address(), host_threads(local_world))
     runtime = Runtime(
         backend=made,
         topology_name=topology,
@@ -113,7 +113,7 @@ def init(topology: str = "auto", backend: str | None = None) -> Runtime:
         rank=ranks.rank if ranks is not None else 0,
         world=ranks.size if ranks is not None else 1,
         local_rank=local_rank,
-        local_world=local_world or (ranks.local if ranks is not None else 1),
+        local_world=local_world,
         ranks=ranks,
     )
     _current, _arguments = runtime, (topology, backend)
