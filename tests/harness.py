@@ -180,6 +180,19 @@ def poisoned() -> Iterator[None]:
         Ring.release = release  # type: ignore[method-assign]
 
 
+def toy_fabric(devices: int, host: int) -> str:
+    """A fabric file: NPUs on one bus, each with 50 GB/s of its own to a host whose way to the bus has `host` GB/s."""
+    return f"""
+name: toy
+hosts: [cpu]
+switches: [bus]
+devices: [{{name: npu, count: {devices}}}]
+links:
+  - {{ends: [cpu, bus], kind: ub, bandwidth: {host} GB/s, latency: 0 s}}
+  - {{ends: ["npu*", bus], kind: ub, bandwidth: 200 GB/s, latency: 0 s, flow: 50 GB/s}}
+"""
+
+
 @contextmanager
 def small_units(nbytes: int = 1500) -> Iterator[None]:
     """Units of a few layers although the layers are tiny."""

@@ -5,21 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from harness import toy_fabric
 from memferry_ascend.topology import Figures, Measured, MeasuredPath
 
 import memferry_ascend as mf
 from memferry_ascend import assist, runtime
 from memferry_ascend.errors import ConfigError, FerryError
 
-FABRIC = """
-name: toy
-hosts: [cpu]
-switches: [bus]
-devices: [{name: npu, count: 8}]
-links:
-  - {ends: [cpu, bus], kind: ub, bandwidth: 240 GB/s, latency: 0 s}
-  - {ends: ["npu*", bus], kind: ub, bandwidth: 200 GB/s, latency: 0 s, flow: 50 GB/s}
-"""
+FABRIC = toy_fabric(8, host=240)
 
 
 @pytest.fixture

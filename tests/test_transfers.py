@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import ALL_POINTS, Delays, assert_same, make_model, plan_of, poisoned, random_plan, train
+from harness import (
+    ALL_POINTS,
+    Delays,
+    assert_same,
+    make_model,
+    plan_of,
+    poisoned,
+    random_plan,
+    toy_fabric,
+    train,
+)
 from memferry_ascend.topology import PathSet, load
 
 import memferry_ascend as mf
@@ -18,15 +28,7 @@ from memferry_ascend.errors import ConfigError, FerryError
 from memferry_ascend.planner import Mode
 from memferry_ascend.transfers import Transfers
 
-FABRIC = """
-name: toy
-hosts: [cpu]
-switches: [bus]
-devices: [{name: npu, count: 3}]
-links:
-  - {ends: [cpu, bus], kind: ub, bandwidth: 900 GB/s, latency: 0 s}
-  - {ends: ["npu*", bus], kind: ub, bandwidth: 200 GB/s, latency: 0 s, flow: 50 GB/s}
-"""
+FABRIC = toy_fabric(3, host=900)
 
 
 @pytest.fixture

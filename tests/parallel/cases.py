@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import make_model, small_units
+from harness import make_model, small_units, toy_fabric
 from memferry_ascend.topology.load import parse
 from torch import nn
 
@@ -37,15 +37,7 @@ def _engine(model: nn.Module, modes: str = "random", unit_bytes: int = 1500, **c
 
 
 # -- assisting devices -------------------------------------------------------------------------------------------------
-EIGHT = """
-name: eight
-hosts: [cpu]
-switches: [bus]
-devices: [{name: npu, count: 8}]
-links:
-  - {ends: [cpu, bus], kind: ub, bandwidth: 900 GB/s, latency: 0 s}
-  - {ends: ["npu*", bus], kind: ub, bandwidth: 200 GB/s, latency: 0 s, flow: 50 GB/s}
-"""
+EIGHT = toy_fabric(8, host=900)
 
 
 def assisted(dispatch: str, modes: str, update: str = "step") -> dict[str, Any]:
