@@ -14,9 +14,8 @@ from memferry_ascend.planner.profile import Profile
 from memferry_ascend.runtime import Runtime
 
 SMALL = 4096
-LARGE = {"cpu": 1 << 20}
-"""Bytes that are gathered to find the bandwidth, by device type."""
-LARGE_ON_DEVICE = 32 << 20
+LARGE, LARGE_ON_CPU = 32 << 20, 1 << 20
+"""Bytes that are gathered to find the bandwidth."""
 REPEATS = 5
 
 
@@ -39,7 +38,7 @@ def measure(ranks: Ranks, backend: Backend) -> FabricProfile:
 
 def _times(ranks: Ranks, backend: Backend, group: Any, size: int) -> tuple[float, float]:
     """Seconds of a gather of next to nothing, and bytes/s that a rank sends."""
-    total = LARGE.get(backend.device.type, LARGE_ON_DEVICE) // size * size
+    total = (LARGE_ON_CPU if backend.device.type == "cpu" else LARGE) // size * size
     room = backend.alloc_device(total)
     room.zero_()
 

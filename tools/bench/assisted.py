@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import hashlib
 import itertools
-import json
 import os
 import platform
 import statistics
@@ -29,11 +28,11 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from memferry_ascend.topology import EmulatedLinks, Fabric, PathSet, load
-from memferry_ascend.topology.measured import write_text
 from memferry_ascend.topology.node_plan import beside
 from memferry_ascend.topology.paths import DIRECTIONS
 from torch import nn
@@ -43,6 +42,7 @@ from memferry_ascend.backends.base import Stream
 from memferry_ascend.backends.cpu import CpuBackend
 from memferry_ascend.config import Config
 from memferry_ascend.engine import Engine
+from memferry_ascend.files import write_json
 from memferry_ascend.planner import LayerProfile, LinkProfile, Mode, Plan, Profile, simulate
 from memferry_ascend.planner.plan import LayerPlan
 from memferry_ascend.recording import covered
@@ -356,7 +356,7 @@ def main() -> None:
     result = measure(Work(time_scale=arguments.time_scale), arguments.rounds)
     print(table(result))
     if arguments.json:
-        write_text(arguments.json, json.dumps(result, indent=1) + "\n")
+        write_json(Path(arguments.json), result)
     if arguments.plot:
         plot(result, arguments.plot)
 

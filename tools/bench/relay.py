@@ -14,19 +14,19 @@ It says how this code behaves on links with the fabric file's figures. It is no 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch
 from memferry_ascend.topology import Fabric, PathSet, load
-from memferry_ascend.topology.measured import write_text
 
 from memferry_ascend.assist import emulated
 from memferry_ascend.backends.cpu import CpuBackend
+from memferry_ascend.files import write_json
 from memferry_ascend.transfers import CHUNK, Transfers
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -218,7 +218,7 @@ def main() -> None:
             f"{'met ' if target['met'] else 'MISS'} {target['what']}: {target['value']:.2f} ({target['least']})"
         )
     if arguments.json:
-        write_text(arguments.json, json.dumps(result, indent=1) + "\n")
+        write_json(Path(arguments.json), result)
     if arguments.plot:
         plot(result, arguments.plot)
 
