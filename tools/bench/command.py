@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +18,7 @@ from memferry_ascend.files import write_json
 
 from .measure import SYSTEMS, Timing, machine, versions
 from .models import MODELS, find
+from .processes import spawn
 from .systems import OURS, Setup
 
 DEFAULT = (
@@ -202,73 +197,6 @@ def _rows(
                 r for r in document["records"] if (*_shape(r), r["system"], r["clip"]) != key
             ] + [record]
             _say(_line(record))
-
-
-def spawn(
-    name: str, system: str, setups: list[Setup], timing: Timing, timeout: float
-) -> list[dict[str, Any]]:
-    """Run a worker process; one result for each setup, also for those it did not live to see."""
-    with tempfile.TemporaryDirectory() as folder:
-        job, out, log = Path(folder, "job.json"), Path(folder, "out.jsonl"), Path(folder, "log")
-        job.write_text(
-            json.dumps(
-                {
-                    "model": name,
-                    "system": system,
-                    "timing": asdict(timing),
-                    "setups": [asdict(s) for s in setups],
-                }
-            )
-        )
-        environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
-        with log.open("wb") as stream:
-            process = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}.worker", str(job), str(out)],
-                env=environment,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            ended = "failed"
-            try:
-                code = process.wait(timeout)
-                reason = f"the process ended with {_code(code)}"
-                if code == -signal.SIGKILL:
-                    ended, reason = (
-                        "does not fit",
-                        "the system killed the process, most likely for host memory",
-                    )
-            except subprocess.TimeoutExpired:
-                ended, reason = "timeout", f"not done after {timeout:.0f} s"
-            finally:
-                _kill(process)
-        results = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-        tail = log.read_text(errors="replace")[-4000:]
-        if any(r.get("status") == "failed" for r in results) or len(results) < len(setups):
-            print(tail, file=sys.stderr)
-        for setup in setups[len(results) :]:
-            last = tail.strip().splitlines()[-1][:300] if tail.strip() else ""
-            results.append(
-                {
-                    "model": name, "system": system, "batch": setup.batch, "seq": setup.seq, "clip": setup.clip,
-                    "accumulate": setup.accumulate, "backend": setup.backend,
-                    "tokens": setup.batch * setup.seq * setup.accumulate, "status": ended,
-                    "reason": f"{reason}: {last}" if last else reason, "iter_ms": None, "peak_device_gib": None,
-                    "host_gib": None, "busy_share": None, "versions": versions(system),
-                }
-            )  # fmt: skip
-        return results
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The worker and whatever it started: its own session and nothing else."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _code(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {-code}"
 
 
 def _ms(value: float | None) -> str:

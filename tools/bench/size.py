@@ -22,9 +22,9 @@ from memferry_ascend import sizes
 from memferry_ascend.errors import unknown
 from memferry_ascend.files import write_json
 
-from .command import spawn
 from .measure import GIB, SYSTEMS, Timing, machine
 from .models import find
+from .processes import spawn
 from .systems import OURS, Setup
 
 DEFAULT = ("memferry-backward", "deepspeed-z2", "deepspeed-z3")

@@ -1,4 +1,4 @@
-"""One process of the harness: `python -m memferry_ascend.bench.worker JOB.json`, results a JSON line each.
+"""What one process of the harness does (processes.py starts it): results, a JSON line each.
 
 A job names the model, the system (or "bound") and several settings; each result is written as soon as it is known, so
 that what is done survives what comes after it.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,3 @@ def run(job: dict[str, Any], out: Path) -> None:
             file.write(json.dumps(result, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
-
-
-if __name__ == "__main__":
-    run(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
-    sys.stdout.flush()
-    os._exit(0)  # some systems' threads never end
