@@ -6,7 +6,7 @@ a compiler the package still installs; `memferry doctor` then says what it falls
 
 from pathlib import Path
 
-from pybind11.setup_helpers import Pybind11Extension
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 
 HERE = Path(__file__).parent
@@ -28,4 +28,5 @@ if SOURCES:
     extension.optional = True
     extensions.append(extension)
 
+ParallelCompile().install()  # a file a core
 setup(ext_modules=extensions)

@@ -295,6 +295,8 @@ class Engine:
         if self._parallel is not None:
             changed = [ug.resident for ug in early] + [ug.resident for ug, _ in parts]
             self._parallel.spread(changed, self._step_events[turn])
+        # Behind the step's event, before the next forward needs the memory: its first unit waits for these downloads anyway.
+        self._gradients.release_device()
         self._step_tickets[turn] = [
             (ug.resident.unit.index, self._jobs.ticket(ug.resident.unit.index)) for ug, _ in parts
         ]

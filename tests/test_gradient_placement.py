@@ -434,3 +434,17 @@ def test_recomputed_layers_are_direct_too(checkpoint: str, monkeypatch: pytest.M
     train(model, plan, steps=3)
     for name in ("blocks.0.up.weight", "blocks.0.down.weight", "blocks.0.norm.bias", "final.weight"):
         assert watch.written.count(name) == 2, name
+
+
+def test_a_step_lets_go_of_gradients_whose_download_the_next_forward_waits_for() -> None:
+    """update="backward" publishes nothing, so nothing else would drop them before the next activations need the memory."""
+    model = make_model(0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = mf.ferry(model, optimizer, config=mf.Config(update="backward", planner="rules"))
+    try:
+        engine.model(batches(1)[0]).backward()
+        assert engine._gradients._in_flight_bytes > 0
+        engine.optimizer.step()
+        assert engine._gradients._in_flight_bytes == 0 and not engine._gradients._in_flight
+    finally:
+        engine.close()

@@ -62,6 +62,16 @@ def arm(
     return engine
 
 
+def peak_device_bytes(engine: Engine) -> int | None:
+    """The most that the device's allocator held since the process started; None where there is no device."""
+    if isinstance(engine, PlainEngine):
+        if engine.device.type == "cpu":
+            return None
+        return int(torch.get_device_module(engine.device).max_memory_allocated(engine.device))
+    mf: Any = importlib.import_module("memferry_ascend")
+    return int(mf.current().backend.memory_stats().peak)
+
+
 class PlainEngine:
     """Plain PyTorch on one device: everything resident, fp32 masters when the precision is bf16.
 

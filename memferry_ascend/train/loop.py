@@ -312,6 +312,7 @@ class Run:
             "unigram_entropy": self.entropy,
             "tokens_per_s": len(records) / seconds,
             "memory": [list(row) for row in self.engine.memory_report()],
+            "peak_device_bytes": engines.peak_device_bytes(self.engine),
             "paths": self._paths(),
         }
         files.write_json(self.out / "summary.json", summary)

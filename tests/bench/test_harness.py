@@ -228,6 +228,30 @@ def test_a_process_that_does_not_end_is_ended() -> None:
     assert rows[0]["status"] == "timeout" and time.monotonic() - begin < 30
 
 
+def test_ranks_train_together_and_one_alone_says_so() -> None:
+    rows = processes.spawn("tiny", "memferry-backward", [setup(ranks=2)], SHORT, 90)
+    assert rows[0]["status"] == "ok", rows[0]["reason"]
+    assert (rows[0]["ranks"], rows[0]["tokens"]) == (2, 2 * 2 * 8)
+    (alone,) = processes.spawn("tiny", "memferry-backward", [setup()], SHORT, 90)
+    assert rows[0]["losses"][0] == alone["losses"][0]  # rank 0's own batch
+    assert rows[0]["losses"][-1] != alone["losses"][-1]  # the other's gradients count
+    (plain,) = processes.spawn("tiny", "plain", [setup(ranks=2)], SHORT, 90)
+    assert plain["status"] == "unavailable" and "one device" in plain["reason"]
+
+
+def test_a_rank_that_fails_ends_the_others() -> None:
+    rows = processes.spawn("gpt2-xxl", "bound", [setup(ranks=2)], SHORT, 90)
+    assert rows[0]["status"] == "failed" and rows[0]["ranks"] == 2
+
+
+def test_an_assisted_row_and_its_trace(tmp_path: Path) -> None:
+    assisted = setup(assist=(8,), topology="cm384", trace=str(tmp_path))
+    (row,) = processes.spawn("tiny", "memferry-backward", [assisted], SHORT, 90)
+    assert row["status"] == "ok", row["reason"]
+    assert row["assist"] == [8] and row["recorded"]["busy"]
+    assert (tmp_path / "trace.json").exists()
+
+
 def test_unknown_names_are_refused_before_anything_runs(tmp_path: Path) -> None:
     for words in (["--model", "gpt2-xxl"], ["--system", "deepspede"], ["--clip", "often", "--model", "tiny"]):
         run, arguments = _arguments([*words, "--out", str(tmp_path / "never")])

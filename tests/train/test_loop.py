@@ -100,6 +100,9 @@ def test_a_run_writes_what_it_promises(train, tmp_path):
     assert summary["unigram_entropy"] == pytest.approx(2.9, abs=0.4)
     assert summary["tokens_per_s"] > 0
     assert summary["stopped"] is False
+    if summary["peak_device_bytes"] is not None:  # plain training on the CPU has no device
+        device = sum(n for place, _, n in summary["memory"] if place == "device")
+        assert summary["peak_device_bytes"] >= device > 0
     assert summary["paths"]["checkpoint"].endswith("step-000010")
     assert summary == json.loads((out / "summary.json").read_text()) | {"stopped": False}
     assert [c.name for c in checkpoints.complete(out / "checkpoints")] == ["step-000008", "step-000010"]

@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,11 @@ def register(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], 
     add("--seed", type=int, default=0)
     add("--timeout", type=float, default=300, help="seconds for one system's process (default 300)")
     add("--backend", choices=("cpu", "cuda"), help="default: what the machine has")
-    add("--threads", type=int, help="host update threads of our systems (default: all cores)")
+    add("--threads", nargs="+", type=int, help="host update threads of our systems (default: the engine's)")
+    add("--ranks", nargs="+", type=int, default=[1], help="processes, one a device (default 1)")
+    add("--assist", nargs="+", type=int, default=[], help="devices that assist device 0, for our systems")
+    add("--topology", default="auto", help="fabric or probe file that says how they are reached")
+    add("--trace", type=Path, help="folder for the engine's own recording of a few more iterations")
     add("--planner", help="the engine's planner, with a sample batch (default: its rules, without one)")
     add("--device-memory", help='the engine\'s device budget, such as "24GiB"')
     add(
@@ -100,8 +105,9 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 def _setup(name: str, backend: str, a: argparse.Namespace, batch: int | None = None, **fields: Any) -> Setup:
     model = find(name)
     return Setup(
-        batch=batch or model.batch, seq=a.seq or model.seq, backend=backend, threads=a.threads, planner=a.planner,
-        device_memory=a.device_memory, **fields,
+        batch=batch or model.batch, seq=a.seq or model.seq, backend=backend, planner=a.planner,
+        device_memory=a.device_memory, assist=tuple(a.assist), topology=a.topology,
+        **{"threads": a.threads[0] if a.threads else None, "trace": str(a.trace) if a.trace else None} | fields,
     )  # fmt: skip
 
 
@@ -115,8 +121,10 @@ def _clip(text: str) -> float | None:
 def _model(name: str, backend: str, timing: Timing, a: argparse.Namespace) -> dict[str, Any]:
     clips = [_clip(c) for c in a.clip]
     setups = [
-        _setup(name, backend, a, b, clip=c, accumulate=k)
-        for b, k, c in itertools.product(a.batch or [None], a.accumulate, clips)
+        _setup(name, backend, a, b, clip=c, accumulate=k, ranks=n, threads=t)
+        for n, b, k, c, t in itertools.product(
+            a.ranks, a.batch or [None], a.accumulate, clips, a.threads or [None]
+        )
     ]
     path = a.out / f"{name}.json"
     document = _document(name, path, a.merge)
@@ -180,22 +188,29 @@ def _shape(x: dict[str, Any]) -> tuple[Any, ...]:
     return x["batch"], x["seq"], x["accumulate"]
 
 
+def _key(r: dict[str, Any]) -> tuple[Any, ...]:
+    more = (r.get("threads"), r.get("ranks", 1), tuple(r.get("assist", ())))
+    return (*_shape(r), r["system"], r["clip"], *more)
+
+
 def _rows(
     document: dict[str, Any], name: str, system: str, setups: Sequence[Setup], timing: Timing, timeout: float
 ) -> None:
     """Run one system's rows and put them into the document."""
     ours = system in OURS  # the others keep process-wide state
-    jobs = [list(setups)] if ours else [[s] for s in setups]
+    if not system.startswith("memferry"):
+        setups = [replace(s, assist=(), threads=None) for s in setups]
+        setups = list(dict.fromkeys(setups))
+    alone = ours and all(s.ranks == 1 for s in setups)
+    jobs = [list(setups)] if alone else [[s] for s in setups]
     for job in jobs:
         for record in spawn(name, system, job, timing, timeout * (1 if not ours else max(1, len(job) / 2))):
-            bound: dict[str, Any] = next((b for b in document["bounds"] if _shape(b) == _shape(record)), {})
+            bounds = document["bounds"] if record["ranks"] == 1 else []  # measured for one
+            bound: dict[str, Any] = next((b for b in bounds if _shape(b) == _shape(record)), {})
             record["bound_ms"] = bound.get("bound_ms")
             if record["bound_ms"] and record["iter_ms"]:
                 record["over_bound"] = record["iter_ms"] / record["bound_ms"]
-            key = (*_shape(record), record["system"], record["clip"])
-            document["records"] = [
-                r for r in document["records"] if (*_shape(r), r["system"], r["clip"]) != key
-            ] + [record]
+            document["records"] = [r for r in document["records"] if _key(r) != _key(record)] + [record]
             _say(_line(record))
 
 
@@ -205,6 +220,9 @@ def _ms(value: float | None) -> str:
 
 def _line(r: dict[str, Any]) -> str:
     head = f"{r['model']} {r['system']:18} {r['batch']}x{r['seq']}x{r['accumulate']} clip {r['clip']}"
+    head += f" threads {r['threads']}" if r["threads"] else ""
+    head += f" ranks {r['ranks']}" if r["ranks"] > 1 else ""
+    head += f" assist {r['assist']}" if r["assist"] else ""
     if r["status"] != "ok":
         return f"{head}: {r['status']}: {r['reason']}"
     gib = "" if r["peak_device_gib"] is None else f"  device {r['peak_device_gib']:.2f} GiB"

@@ -29,6 +29,8 @@ from .systems import OURS, ForwardBackward, Setup, System
 SYSTEMS: dict[str, Callable[[nn.Module, Setup], System]] = {**OURS, **PEERS}
 EXTRA: dict[str, Callable[[nn.Module, Setup], System]] = {"forward-backward": ForwardBackward}
 GIB = 1 << 30
+SHAPE = ("batch", "seq", "clip", "accumulate", "backend", "threads", "ranks", "assist")
+"""What a row says of its Setup."""
 POOL = 4
 """Different batches, used in turn."""
 
@@ -52,8 +54,8 @@ def row(model: str, system: str, setup: Setup, timing: Timing) -> dict[str, Any]
     record: dict[str, Any] = {
         "model": model,
         "system": system,
-        **{k: v for k, v in asdict(setup).items() if k in ("batch", "seq", "clip", "accumulate", "backend")},
-        "tokens": setup.batch * setup.seq * setup.accumulate,
+        **{k: v for k, v in asdict(setup).items() if k in SHAPE},
+        "tokens": setup.batch * setup.seq * setup.accumulate * setup.ranks,
         "status": "ok",
         "reason": "",
         "iter_ms": None,
@@ -91,6 +93,8 @@ def _short(error: Exception, most: int = 300) -> str:
 def _train(name: str, system_name: str, setup: Setup, timing: Timing) -> dict[str, Any]:
     torch.manual_seed(timing.seed)
     torch.backends.cuda.matmul.allow_tf32 = True
+    if setup.backend == "cuda":
+        torch.cuda.set_device(setup.rank)
     limit_device(setup.device_cap)
     free_before, begin = available(), time.perf_counter()
     model = models.build(name, timing.seed)
@@ -98,7 +102,12 @@ def _train(name: str, system_name: str, setup: Setup, timing: Timing) -> dict[st
     system = (SYSTEMS | EXTRA)[system_name](model, setup)
     try:
         pool = models.batches(
-            model, POOL * setup.accumulate, setup.batch, setup.seq, system.device, timing.seed
+            model,
+            POOL * setup.accumulate,
+            setup.batch,
+            setup.seq,
+            system.device,
+            timing.seed + 7919 * setup.rank,
         )
         built = time.perf_counter() - begin
         on_device = system.device.type != "cpu"
@@ -127,7 +136,7 @@ def _train(name: str, system_name: str, setup: Setup, timing: Timing) -> dict[st
             "iter_ms": iter_ms,
             "iters_ms": [p * 1e3 for p in periods],
             "mean_ms": total / (steps - timing.warmup) * 1e3,
-            "tokens_per_s": setup.batch * setup.seq * setup.accumulate / iter_ms * 1e3,
+            "tokens_per_s": setup.batch * setup.seq * setup.accumulate * setup.ranks / iter_ms * 1e3,
             "peak_device_gib": None if peak is None else peak / GIB,
             "peak_device_gib_with_start": None if with_start is None else with_start / GIB,
             "host_gib": (exact if exact is not None else max(rss, taken)) / GIB,
@@ -142,6 +151,7 @@ def _train(name: str, system_name: str, setup: Setup, timing: Timing) -> dict[st
         }
         if timing.profile and on_device:
             result |= busy(lambda i: system.step(pool[: setup.accumulate]), system, iter_ms)
+        result["recorded"] = system.trace(lambda i: system.step(pool[: setup.accumulate]))
     except BaseException:
         with contextlib.suppress(Exception):  # what went wrong first is the row's reason
             system.close()

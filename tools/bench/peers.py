@@ -26,8 +26,11 @@ def _needs(module: str, setup: Setup) -> Any:
         raise Unavailable(f"{module} cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def _alone() -> None:
-    """A process group of one."""
+def _join(setup: Setup) -> None:
+    """The process group: the ranks', or one of this process alone."""
+    torch.cuda.set_device(setup.rank)
+    if setup.ranks > 1:
+        return
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -41,6 +44,7 @@ class DeepSpeed(System):
 
     stage = 2
     reusable = False
+    parallel = True
     states = (
         "ZeRO-2 offload: device bf16 parameters and gradient buckets; host fp32 master, gradient and moments"
     )
@@ -60,7 +64,7 @@ class DeepSpeed(System):
             major, minor = torch.cuda.get_device_capability()
             os.environ.setdefault("TORCH_CUDA_ARCH_LIST", f"{major}.{minor}")
         deepspeed = _needs("deepspeed", setup)
-        _alone()
+        _join(setup)
         zero: dict[str, Any] = {
             "stage": self.stage,
             "offload_optimizer": {"device": "cpu", "pin_memory": True},
@@ -106,9 +110,10 @@ class DeepSpeed3(DeepSpeed):
 
 
 class Fsdp2(System):
-    """fully_shard with CPUOffloadPolicy, block by block, on a world of one."""
+    """fully_shard with CPUOffloadPolicy, block by block, on a world of one, or of all ranks."""
 
     reusable = False
+    parallel = True
     states = "host 16 B/parameter: fp32 parameter, gradient and moments; bf16 on the device while in use"
 
     def __init__(self, model: nn.Module, setup: Setup) -> None:
@@ -116,8 +121,7 @@ class Fsdp2(System):
         fsdp = _needs("torch.distributed.fsdp", setup)
         import torch.distributed as dist
 
-        _alone()
-        torch.cuda.set_device(self.device)
+        _join(setup)
         dist.init_process_group("cpu:gloo,cuda:nccl")
         model.float()
         options = {

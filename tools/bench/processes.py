@@ -11,9 +11,13 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from dataclasses import asdict
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -44,12 +48,15 @@ def spawn(
             os.environ.setdefault(key, value)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([f"{__package__}.preload"])
-        process = context.Process(target=_work, args=(job, str(out), str(log)))
-        process.start()
+        processes = []
+        for environment in _ranks(setups[0].ranks):
+            rank = environment.get("RANK", "0")
+            files = (str(out), str(log)) if rank == "0" else (f"{out}.{rank}", f"{log}.{rank}")
+            processes.append(context.Process(target=_work, args=(job, *files, environment)))
+            processes[-1].start()
         ended = "failed"
         try:
-            process.join(timeout)
-            code = process.exitcode
+            code = _join(processes, timeout)
             reason = f"the process ended with {_code(code)}"
             if code == -signal.SIGKILL:
                 ended, reason = (
@@ -59,7 +66,8 @@ def spawn(
             elif code is None:
                 ended, reason = "timeout", f"not done after {timeout:.0f} s"
         finally:
-            _kill(process)
+            for process in processes:
+                _kill(process)
         results = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
         tail = log.read_text(errors="replace")[-4000:] if log.exists() else ""
         if any(r.get("status") == "failed" for r in results) or len(results) < len(setups):
@@ -70,7 +78,8 @@ def spawn(
                 {
                     "model": name, "system": system, "batch": setup.batch, "seq": setup.seq, "clip": setup.clip,
                     "accumulate": setup.accumulate, "backend": setup.backend,
-                    "tokens": setup.batch * setup.seq * setup.accumulate, "status": ended,
+                    "threads": setup.threads, "ranks": setup.ranks, "assist": list(setup.assist),
+                    "tokens": setup.batch * setup.seq * setup.accumulate * setup.ranks, "status": ended,
                     "reason": f"{reason}: {last}" if last else reason, "iter_ms": None, "peak_device_gib": None,
                     "host_gib": None, "busy_share": None, "versions": versions(system),
                 }
@@ -78,10 +87,41 @@ def spawn(
         return results
 
 
-def _work(job: dict[str, Any], out: str, log: str) -> None:
+def _ranks(count: int) -> list[dict[str, str]]:
+    """What torchrun would set for each process; nothing for one alone."""
+    if count == 1:
+        return [{}]
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    world = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    return [world | {"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(count)]
+
+
+def _join(processes: Sequence[BaseProcess], timeout: float) -> int | None:
+    """Exit code of the first process that fails, 0 if none does, None if they are not done in `timeout` seconds."""
+    until, running = time.monotonic() + timeout, list(processes)
+    while running:
+        left = until - time.monotonic()
+        if not connection.wait([p.sentinel for p in running], max(0.0, left)):
+            return None
+        for process in [p for p in running if p.exitcode is not None]:
+            running.remove(process)
+            if process.exitcode:
+                return process.exitcode
+    return 0
+
+
+def _work(job: dict[str, Any], out: str, log: str, environment: dict[str, str]) -> None:
     """The worker: a session of its own, so that whatever it starts can be ended with it."""
     from .worker import run
 
+    os.environ.update(environment)
     os.setsid()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(file, 1)

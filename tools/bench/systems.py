@@ -6,6 +6,7 @@ and sum several backwards in fp32. Bytes a parameter, and where, are each class'
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import memferry_ascend as mf
-from memferry_ascend import hostmath
+from memferry_ascend import hostmath, report
 from memferry_ascend.backends.base import Backend, Event, HostSlab, align
 from memferry_ascend.config import host_threads
 
@@ -39,6 +40,16 @@ class Setup:
     reserve: float | None = None
     device_cap: int | None = None
     """Bytes that the allocator may take at most, whatever the system."""
+    ranks: int = 1
+    """Processes, one a device; `batch` is each one's."""
+    assist: tuple[int, ...] = ()
+    topology: str = "auto"
+    trace: str | None = None
+    """Folder for what the engine's recorder saw of a few more iterations."""
+
+    @property
+    def rank(self) -> int:
+        return int(os.environ["LOCAL_RANK"]) if self.ranks > 1 else 0
 
 
 class System:
@@ -48,13 +59,21 @@ class System:
     note = ""
     reusable = True
     """Several may follow each other in one process."""
+    parallel = False
+    """Trains on several ranks too."""
 
     def __init__(self, model: nn.Module, setup: Setup) -> None:
         self.model, self.setup = model, setup
+        if setup.ranks > 1 and not self.parallel:
+            raise Unavailable("it trains on one device")
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu") if self.setup.backend == "cpu" else torch.device(self.setup.backend, 0)
+        return (
+            torch.device("cpu")
+            if self.setup.backend == "cpu"
+            else torch.device(self.setup.backend, self.setup.rank)
+        )
 
     def forward(self, batch: Batch) -> Tensor:
         loss: Tensor = self.model(**batch).loss
@@ -87,6 +106,10 @@ class System:
 
     def peak_bytes(self) -> int | None:
         """The most that the device held, for backends whose allocator is not torch's."""
+        return None
+
+    def trace(self, step: Callable[[int], Any], count: int = 3) -> dict[str, Any] | None:
+        """What ran when in `count` more iterations, for systems that can say so."""
         return None
 
     def close(self) -> None:
@@ -193,7 +216,7 @@ class ForwardBackward(System):
 
 def ours(setup: Setup) -> Backend:
     """The engine's backend of this row."""
-    return mf.init(backend=setup.backend).backend
+    return mf.init(backend=setup.backend, topology=setup.topology).backend
 
 
 class NativeOffload(System):
@@ -325,6 +348,7 @@ class Memferry(System):
     states = "host 14 B/parameter: bf16 gradient, split master (its upper half is what the device reads), fp32 moments"
     update = "step"
     reserve: float | None = None
+    parallel = True
 
     def __init__(self, model: nn.Module, setup: Setup) -> None:
         super().__init__(model, setup)
@@ -349,6 +373,7 @@ class Memferry(System):
                 max_grad_norm=setup.clip,
                 reserve=reserve,
                 threads=setup.threads,
+                assist_devices=tuple(setup.assist),
                 **options,
             ),
         )
@@ -378,7 +403,17 @@ class Memferry(System):
         return {what: nbytes for place, what, nbytes in self.engine.memory_report() if place == "device"}
 
     def peak_bytes(self) -> int | None:
-        return mf.init(backend=self.setup.backend).backend.memory_stats().peak
+        return mf.current().backend.memory_stats().peak
+
+    def trace(self, step: Callable[[int], Any], count: int = 3) -> dict[str, Any] | None:
+        if self.setup.trace is None or self.setup.rank:
+            return None
+        self.engine.recorder.start()
+        for i in range(count):
+            step(i)
+        recording = self.engine.recorder.stop()
+        self.engine.recorder.save(self.setup.trace)
+        return report.summary(recording)
 
     def close(self) -> None:
         self.engine.close()

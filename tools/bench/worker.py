@@ -20,7 +20,7 @@ def run(job: dict[str, Any], out: Path) -> None:
     """Every setting of the job in turn."""
     timing = Timing(**job["timing"])
     for fields in job["setups"]:
-        setup = Setup(**fields)
+        setup = Setup(**fields | {"assist": tuple(fields["assist"])})
         if job["system"] == "bound":
             result = bound(job["model"], setup, timing)
         else:
