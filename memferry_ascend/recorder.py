@@ -375,6 +375,8 @@ def _regions(engine: Engine) -> list[tuple[int, int, str]]:
     """Host address ranges of parameters and gradients, by unit."""
     found = []
     for r in engine._residents:
+        if r.memory.on_device:  # nothing of it is in the arena, no copy touches it
+            continue
         # With several ranks a unit that is gathered on the device has only this rank's chunk in the arena.
         for region in (getattr(r.memory, "param", r.shard.param), r.shard.grad):
             if region is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from harness import ALL_POINTS, Delays, batches, make_model, plan_of, small_unit
 
 import memferry_ascend as mf
 from memferry_ascend import recording, runtime
-from memferry_ascend.planner import Mode
+from memferry_ascend.planner import Grad, Mode, Plan, Update
 
 FP32 = mf.Config(precision="fp32")
 pytestmark = pytest.mark.usefixtures("cpu")
@@ -181,6 +182,24 @@ def test_a_save_is_a_trace_and_a_picture(tmp_path: Path) -> None:
     loaded = recording.load(tmp_path)
     assert loaded == engine.recorder.recording
     assert loaded.predicted is not None and loaded.period == measured
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_units_that_live_on_the_device_are_recorded_too(apart: bool, tmp_path: Path) -> None:
+    """Their updates run on the compute stream, and nothing of them lies in the arena; beside units of the host, or alone."""
+    model = make_model(4)
+    layers = plan_of(model, Mode.GFGB).layers
+    there = {"grad": Grad.KEEP, "update": Update.DEVICE}
+    plan = Plan(tuple(x if apart and i % 2 else replace(x, **there) for i, x in enumerate(layers)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with small_units(1500), mf.ferry(model, optimizer, config=FP32, plan=plan) as engine:
+        engine.recorder.start()
+        steps(engine, 2)
+        found = engine.recorder.stop()
+        engine.recorder.save(tmp_path)
+    assert (tmp_path / "trace.json").exists()
+    assert any(x.what == "forward" for x in found.intervals)
+    assert any(x.what == "update" for x in found.intervals) is apart
 
 
 def test_misuse_is_an_error() -> None:
