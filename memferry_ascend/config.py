@@ -126,9 +126,15 @@ def _is_number(x: object) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool) and not math.isnan(x)
 
 
+MANY_CORES = 8
+
+
 def host_threads(local_ranks: int = 1, configured: int | None = None) -> int:
-    """Threads for host updates: the affinity's cores divided by local ranks, whatever OMP_NUM_THREADS says."""
+    """Threads for host updates: this rank's part of the affinity's cores, whatever OMP_NUM_THREADS says. Where there are
+    many, two are left to the threads that launch kernels and that run jobs: with all of 32 an iteration of BERT-large took
+    6 % longer (docs/benchmarks/threads-bert-large.json)."""
     if configured is not None:
         return configured
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return max(1, cores // max(1, local_ranks))
+    mine = max(1, cores // max(1, local_ranks))
+    return mine - 2 if mine >= MANY_CORES else mine

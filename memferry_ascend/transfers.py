@@ -118,6 +118,7 @@ class Transfers:
         self._lock = threading.Lock()
         self._streams: list[Stream] = []
         self._lanes: dict[tuple[str, str], Lane] = {}
+        self._shares: dict[tuple[str, int], list[tuple[FabricPath, int]]] = {}
         self.moved: dict[str, int] = {}
         """Bytes that were carried, by path name."""
         workers = 0
@@ -169,8 +170,14 @@ class Transfers:
 
     def shares(self, nbytes: int, direction: str) -> list[tuple[FabricPath, int]]:
         """Bytes of a transfer on each path that is still in use, as static dispatch divides them."""
-        paths = self._live(direction)
-        return list(zip(paths.paths, paths.split(nbytes), strict=True))
+        found = self._shares.get((direction, nbytes))
+        if found is None:  # the same few sizes again and again: dividing takes longer than a small copy
+            paths = self._live(direction)
+            found = list(zip(paths.paths, paths.split(nbytes), strict=True))
+            with self._lock:
+                if all(path.name not in self._lost for path in paths.paths):
+                    self._shares[direction, nbytes] = found
+        return found
 
     # -- copies that are queued ----------------------------------------------------------------------------------------
     def _queue(
@@ -289,6 +296,7 @@ class Transfers:
     def _lose(self, path: FabricPath, error: BaseException) -> None:
         with self._lock:
             self._lost.add(path.name)
+            self._shares.clear()
             first, self._warned = not self._warned, True
         if first:
             warnings.warn(

@@ -236,3 +236,14 @@ def test_a_refused_device_leaves_the_model_as_it_was(fabric: str) -> None:
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
     assert runtime.current().backend.stream("upload").carrier is None
     train(model, plan_of(model, Mode.GFGB), steps=1)
+
+
+def test_shares_are_remembered_until_a_peer_is_lost(fabric: str) -> None:
+    with Bench(fabric) as bench:
+        first = bench.transfers.shares(400_000, "h2d")
+        assert bench.transfers.shares(400_000, "h2d") is first
+        (lost,) = [path for path, share in first if path.via is not None and share]
+        with pytest.warns(RuntimeWarning, match="link down"):
+            bench.transfers._lose(lost, OSError("link down"))
+        for _ in range(2):
+            assert [(p.name, n) for p, n in bench.transfers.shares(400_000, "h2d")] == [("direct", 400_000)]

@@ -58,10 +58,11 @@ class _DeviceView:
 
 
 class CudaEvent(Event):
-    """Host waits block the thread instead of spinning: the cores are for updates."""
+    """Host waits block the thread instead of spinning: the cores are for updates. Not those of timing events: what wakes a
+    thread is work of the stream's too, and would be part of what is timed."""
 
     def __init__(self, timing: bool) -> None:
-        self.event = torch.cuda.Event(enable_timing=timing, blocking=True)
+        self.event = torch.cuda.Event(enable_timing=timing, blocking=not timing)
         self.event.record()  # torch creates the runtime's event at the first recording
         self.handle = self.event.cuda_event
 
@@ -314,7 +315,9 @@ class CudaBackend(Backend):
         )
 
     def allocated_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self.device)
+        # `memory_allocated` makes a flat dictionary of all statistics first, which takes longer than launching a kernel.
+        found = torch.cuda.memory.memory_stats_as_nested_dict(self.device)
+        return int(found["allocated_bytes"]["all"]["current"]) if found else 0
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
