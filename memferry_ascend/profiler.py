@@ -209,10 +209,6 @@ class _Profiler:
         trial.place()
         marks = Marks(self.layers, self.backend)
         trial.run(marks)
-        began = time.perf_counter()
-        for _ in range(100):
-            marks.put("step")
-        self._mark_cost = (time.perf_counter() - began) / 100
         self.backend.reset_peak()
         plain, marked, began = [], [], time.perf_counter()
         for k in range(MORE_PASSES):
@@ -236,7 +232,7 @@ class _Profiler:
         if trial.streamed:
             self.notes.append("parameters do not fit on the device: measured layer by layer through a slot")
         self._shapes = marks.shapes
-        averages = Averages(self.layers, marks.shapes, plain, marked, self._mark_cost)
+        averages = Averages(self.layers, marks.shapes, plain, marked)
         spent = averages.of(marked)
         wrong, notes = check_host_reads(trial, self.unusable)
         self.unusable |= wrong
