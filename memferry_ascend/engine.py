@@ -3,7 +3,7 @@
 One iteration, in the words of `shadow.py`:
 
     forward    a window's hook waits for its unit's pending update, binds moving units, prefetches the next
-    backward   a gradient leaves for the arena as soon as its unit's last one was produced (`gradients.py`)
+    backward   a gradient leaves for the arena as soon as its unit's last one was produced (`arrivals.py`)
     step       hyperparameters are copied, an event marks the compute stream, one job per unit goes to the worker,
                ordered by position in the forward pass; control returns at once
     worker     waits for download and event, updates the unit, starts its upload; the next forward meets it there
