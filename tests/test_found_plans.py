@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,14 @@ LINK = LinkProfile(h2d=1e9, d2h=1e9, duplex=1.5e9, latency=1e-6)
 
 @pytest.fixture(autouse=True)
 def less_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A found plan need not be the best one here."""
+    """A found plan need not be the best one here, nor a measurement exact."""
     search = sys.modules["memferry_ascend.planner.search"]
-    monkeypatch.setattr(search, "SIMULATE_WORK", {"step": 2_000, "backward": 1_000})
-    monkeypatch.setattr(search, "ESTIMATE_WORK", 100_000)
+    monkeypatch.setattr(search, "SIMULATE_WORK", {"step": 600, "backward": 300})
+    monkeypatch.setattr(search, "ESTIMATE_WORK", 20_000)
+    for name in ("PASSES", "DHA_PASSES", "MORE_PASSES"):
+        monkeypatch.setattr(profiler, name, 1)
+    monkeypatch.setattr("memferry_ascend.linkprobe.LARGE", 1 << 20)
+    monkeypatch.setattr("memferry_ascend.linkprobe.REPEATS", 1)
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -128,30 +133,32 @@ def case_of(seed: int) -> Case:
     return Case(seed, config, micro, rng.choice([adamw, adamw, adamw, sgd]), kinds)
 
 
-def planned(case: Case, model: nn.Module) -> Plan | None:
-    """What planning finds for the case; None where it says that nothing fits."""
-    layers = case.layers(model)
-    optimizer = case.make([p for p in model.parameters() if p.requires_grad])
-    with small_units():
-        try:
-            return planning.measured_plan(
-                case.profile(model), layers, case.config, mf.current().backend, optimizer
-            )
-        except mf.FerryError as e:
-            assert "device_memory" in str(e), e
-            return None
+REFUSALS = (
+    "no plan fits device_memory",
+    "the smallest plan found needs",
+    'planner="paper": its plan needs',
+)
+"""How planning says that nothing fits. Whatever else arming raises is a plan that was found and then refused."""
+
+
+class NothingFits(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def only_refusals() -> Iterator[None]:
+    try:
+        yield
+    except mf.FerryError as e:
+        if any(refusal in str(e) for refusal in REFUSALS):
+            raise NothingFits from e
+        raise
 
 
 def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> Plan | None:
-    """Arm what is found through `ferry` itself, train, and compare with all GFGB."""
+    """Arm what is found through `ferry` itself, train, and compare with all GFGB. None: nothing fits."""
     monkeypatch.setattr(CpuBackend, "capabilities", lambda self: case.kinds)
-    base, steps = case.model(), 3
-    plan = planned(case, base)
-    if plan is None:
-        return None
-    plain = replace(case.config, device_memory=None)
-    common = {"steps": steps, "micro": case.micro, "optimizer": case.make}
-    want = train(base, plan_of(base, Mode.GFGB), config=plain, **common)
+    common: dict[str, Any] = {"steps": 3, "micro": case.micro, "optimizer": case.make}
     model = case.model()
     profile = case.profile(model)
     monkeypatch.setattr(profiler, "measure", lambda *_, **__: profiler.Measured(profile))
@@ -159,22 +166,25 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> Plan | None:
     backend, limit = mf.current().backend, case.config.device_bytes
     assert backend.memory_stats().allocated == 0 and limit is not None
     backend.reset_peak()
-    seen = []
+    plans = []
 
     def look(engine: mf.Engine) -> None:
-        assert engine.plan.layers == plan.layers
+        """The budget holds by the engine's own count, which is what the plan says, and by what was allocated."""
+        plans.append(engine.plan)
         counted = budget.need(engine._units, slots=RING_SLOTS, accumulate=case.micro, base=profile.base_bytes)
-        assert plan.device_bytes == counted.total <= limit
+        assert engine.plan.device_bytes == counted.total <= limit
         held = sum(n for place, _, n in engine.memory_report() if place == "device")
-        assert held + profile.base_bytes <= plan.device_bytes
-        seen.append(backend.memory_stats().peak)
+        assert held + profile.base_bytes <= counted.total
+        assert backend.memory_stats().peak + profile.base_bytes <= limit
 
-    with poisoned():
+    with contextlib.suppress(NothingFits), poisoned(), only_refusals():
         got = train(model, None, config=case.config, sample_batch=batches(1)[0], between=look, **common)
-    assert max(seen) + profile.base_bytes <= limit
-    assert_same(want, got)
-    gc.collect()
-    return plan
+    if not plans:
+        return None
+    base = case.model()
+    plain = replace(case.config, device_memory=None)
+    assert_same(train(base, plan_of(base, Mode.GFGB), config=plain, **common), got)
+    return plans[0]
 
 
 def kept_share(case: Case, plan: Plan) -> float:
@@ -186,40 +196,41 @@ def kept_share(case: Case, plan: Plan) -> float:
     return sum(size[x.name] for x in host if x.grad is Grad.KEEP) / total if total else 0.0
 
 
+def check_all(seeds: range, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Counter[tuple[str, ...]]]:
+    """How many cases had a plan, and how often each placement was in one, by planner."""
+    plans, found = 0, Counter[tuple[str, ...]]()
+    for seed in seeds:
+        case = case_of(seed)
+        try:
+            plan = check(case, monkeypatch)
+            if plan is not None and case.config.reserve is not None:
+                assert kept_share(case, plan) <= case.config.reserve
+        except BaseException as e:
+            e.add_note(f"seed {seed}: {case}")
+            raise
+        plans += plan is not None
+        for x in plan.layers if plan is not None else ():
+            found[case.config.planner, str(x.grad), str(x.update)] += 1
+            found[case.config.planner, str(x.mode)] += 1
+    return plans, found
+
+
 @pytest.mark.usefixtures("cpu", "torch_arithmetic")
-@pytest.mark.parametrize("seed", range(24))
-def test_a_found_plan_arms_and_trains_to_the_same_bits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(case_of(seed), monkeypatch)
+def test_found_plans_arm_and_train_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans, found = check_all(range(20), monkeypatch)
+    assert plans > 10
+    for placement in (("keep", "host"), ("stage", "host"), ("direct", "host")):
+        assert found["paper", *placement] > 0 and found["search", *placement] > 0, found
+    assert found["search", "keep", "device"] > 0
+    assert all(found["search", str(mode)] > 0 for mode in Mode), found
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu", "torch_arithmetic")
 @pytest.mark.parametrize("first", range(1000, 1400, 50))
 def test_so_do_many_more(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [check(case_of(seed), monkeypatch) for seed in range(first, first + 50)]
-    assert sum(plan is not None for plan in found) > 25
-
-
-@pytest.mark.usefixtures("cpu")
-def test_every_placement_is_found_and_the_reserve_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cases above are worth their name: counted over more of them, without training."""
-    found: Counter[tuple[str, ...]] = Counter()
-    refused = 0
-    for seed in range(30):
-        case = case_of(seed)
-        monkeypatch.setattr(CpuBackend, "capabilities", lambda self: case.kinds)
-        plan = planned(case, case.model())
-        refused += plan is None
-        for x in plan.layers if plan is not None else ():
-            found[case.config.planner, str(x.grad), str(x.update)] += 1
-            found[case.config.planner, str(x.mode)] += 1
-        if plan is not None and case.config.reserve is not None:
-            assert kept_share(case, plan) <= case.config.reserve, seed
-    assert refused < 15
-    for placement in (("keep", "host"), ("stage", "host"), ("direct", "host")):
-        assert found["paper", *placement] > 0 and found["search", *placement] > 0, (placement, found)
-    assert found["search", "keep", "device"] > 0
-    assert all(found["search", str(mode)] > 0 for mode in Mode), found
+    plans, _ = check_all(range(first, first + 50), monkeypatch)
+    assert plans > 25
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------
@@ -301,7 +312,7 @@ def test_a_generous_budget_is_plain_training_and_a_tight_one_leaves_all_to_the_h
     plenty = profile_plan.plan_profile(profile, device_memory=2**40)
     assert {(x.mode, x.grad, x.update) for x in plenty.layers} == {(Mode.GFGB, Grad.KEEP, Update.DEVICE)}
     assert plenty.device_bytes is not None and plenty.device_bytes > 4 * total
-    tight = profile_plan.plan_profile(profile, device_memory=profile.base_bytes + 3 * total // 2)
+    tight = profile_plan.plan_profile(profile, device_memory=profile.base_bytes + total)
     assert {x.update for x in tight.layers} == {Update.HOST}
     between = profile_plan.plan_profile(profile, device_memory=profile.base_bytes + 3 * total)
     assert {x.update for x in between.layers} == {Update.HOST, Update.DEVICE}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from planner.helpers import layer, profile_of, random_profile
 
 import memferry_ascend as mf
-from memferry_ascend import cli, planning, profile_plan, profiler, runtime
+from memferry_ascend import cli, profile_plan, profiler, runtime
 from memferry_ascend.backends.cpu import CpuBackend
 from memferry_ascend.layers import collect, units
 from memferry_ascend.planner import FabricProfile, Grad, LayerPlan, Mode, Plan, Profile, Update, simulate
