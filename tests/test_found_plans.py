@@ -22,7 +22,7 @@ from planner.helpers import bert_on_pcie3, layer, profile_of
 from torch import nn
 
 import memferry_ascend as mf
-from memferry_ascend import budget, cli, planning, profile_plan, profiler
+from memferry_ascend import budget, cli, placement, planning, profile_plan, profiler
 from memferry_ascend.arming import assign_groups
 from memferry_ascend.backends.base import DIRECT_KINDS, Capabilities
 from memferry_ascend.backends.cpu import CpuBackend
@@ -55,6 +55,15 @@ def less_work(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(profiler, name, 1)
     monkeypatch.setattr("memferry_ascend.linkprobe.LARGE", 1 << 20)
     monkeypatch.setattr("memferry_ascend.linkprobe.REPEATS", 1)
+
+
+@pytest.fixture
+def young() -> Iterator[None]:
+    """Collections look at what the test itself made, which takes a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -215,18 +224,18 @@ def check_all(seeds: range, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Count
     return plans, found
 
 
-@pytest.mark.usefixtures("cpu", "torch_arithmetic")
+@pytest.mark.usefixtures("cpu", "torch_arithmetic", "young")
 def test_found_plans_arm_and_train_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     plans, found = check_all(range(20), monkeypatch)
     assert plans > 10
-    for placement in (("keep", "host"), ("stage", "host"), ("direct", "host")):
-        assert found["paper", *placement] > 0 and found["search", *placement] > 0, found
+    for placed in (("keep", "host"), ("stage", "host"), ("direct", "host")):
+        assert found["paper", *placed] > 0 and found["search", *placed] > 0, found
     assert found["search", "keep", "device"] > 0
     assert all(found["search", str(mode)] > 0 for mode in Mode), found
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("cpu", "torch_arithmetic")
+@pytest.mark.usefixtures("cpu", "torch_arithmetic", "young")
 @pytest.mark.parametrize("first", range(1000, 1400, 50))
 def test_so_do_many_more(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plans, _ = check_all(range(first, first + 50), monkeypatch)
@@ -417,6 +426,36 @@ def test_a_reader_on_the_device_follows_its_owner_off_it() -> None:
     done = profile_plan.runnable(profile, plan)
     assert len({x.mode for x in done.layers}) == 1
     assert all(x.update is Update.HOST or x.mode is Mode.GFGB for x in done.layers)
+
+
+@pytest.mark.usefixtures("cpu")
+def test_what_an_engine_refuses_or_runs_otherwise_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd(nn.Linear):
+        """A Linear by kind only."""
+
+    Odd.__name__ = "Linear"
+    twice = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), Odd(4, 4), twice, nn.Conv1d(4, 4, 1), nn.LayerNorm(4), twice)
+    model[0].forward = model[0].forward  # replaced, as hooks of other libraries do
+    layers = collect(model, "bf16", ())
+    profile = random_times(layers, 0)
+    backend = mf.current().backend
+
+    def usable(make: Make = adamw) -> list[list[str]]:
+        found = placement.offered(profile, layers, backend, make(model.parameters()))
+        return [
+            [x.name for x in found.layers if getattr(x, name)]
+            for name in ("dha_usable", "direct_usable", "device_update_usable")
+        ]
+
+    every = [x.name for x in profile.layers]
+    assert usable() == [every, ["4"], every]
+    assert usable(sgd) == [every, ["4"], []]
+    kinds = Capabilities(frozenset({"Conv1d"}), frozenset({"Linear"}))
+    monkeypatch.setattr(CpuBackend, "capabilities", lambda self: kinds)
+    assert usable() == [["3"], [], every]
+    monkeypatch.setattr(CpuBackend, "capabilities", lambda self: replace(kinds, coherent=False))
+    assert usable()[0] == []
 
 
 @pytest.mark.usefixtures("cpu")
