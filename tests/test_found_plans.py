@@ -409,12 +409,34 @@ def test_the_papers_reserve_places_gradients() -> None:
     }
 
 
+def test_the_search_keeps_no_more_than_the_reserve() -> None:
+    """A slow link up: kept gradients leave first needed first, so that the first update need not wait for the last."""
+    slow = LinkProfile(h2d=1e6, d2h=10.0, duplex=1e6, latency=0.0)
+    profile = profile_of(*(layer(f"l{i}", t_trans=1e-3, t_update=100.0) for i in range(5)), link=slow)
+
+    def kept(reserve: float | None) -> int:
+        plan = profile_plan.plan_profile(profile, reserve=reserve)
+        return sum(x.grad is Grad.KEEP for x in plan.layers)
+
+    assert kept(None) > 2
+    assert [kept(reserve) for reserve in (0.0, 0.2, 0.59)] == [0, 1, 2]
+
+
 def test_staging_is_left_only_for_a_clear_gain() -> None:
-    """Direct times are estimated: within 2 % of the best plan, gradients are staged."""
-    quick = [layer(f"l{i}", t_bp=100.0, t_trans=1e-3, t_update=0.0, t_bp_grad_direct=99.9) for i in range(3)]
-    assert {x.grad for x in profile_plan.plan_profile(profile_of(*quick)).layers} == {Grad.STAGE}
-    clear = [replace(x, t_bp_grad_direct=50.0) for x in quick]
-    assert {x.grad for x in profile_plan.plan_profile(profile_of(*clear)).layers} == {Grad.DIRECT}
+    """Direct times are estimated: within 2 % of the best plan, gradients are staged. Also where a budget makes the plan
+    one that no plain plan is near to."""
+    size = 20 << 20
+
+    def plan(direct: float, budget: int | None) -> Plan:
+        quick = {"t_bp": 100.0, "t_trans": 1e-3, "t_update": 0.0, "t_bp_grad_direct": direct, "bytes": size}
+        profile = profile_of(*(layer(f"l{i}", **quick) for i in range(8)))
+        return profile_plan.plan_profile(profile, device_memory=budget)
+
+    for room in (None, 9 * size):
+        modes = {x.mode for x in plan(99.9, room).layers}
+        assert modes == {Mode.GFGB} if room is None else Mode.STREAM in modes
+        assert {x.grad for x in plan(99.9, room).layers} == {Grad.STAGE}
+        assert {x.grad for x in plan(50.0, room).layers} == {Grad.DIRECT}
 
 
 def test_a_reader_on_the_device_follows_its_owner_off_it() -> None:
