@@ -153,10 +153,9 @@ def measured_plan(
     limit = config.device_bytes
     if limit is None and config.planner == "search":
         limit = int(backend.memory_stats().free * (1 - DEVICE_MARGIN))
+    # A profile kept from an earlier run may offer what this one refuses: somebody has replaced a forward, for example.
     plan = profile_plan.plan_profile(
-        offered(
-            profile, layers, backend, optimizer
-        ),  # one kept from an earlier run may have been of other kinds
+        offered(profile, layers, backend, optimizer),
         config.planner,
         device_memory=limit,
         reserve=config.reserve,
