@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from memferry_ascend import budget
+from memferry_ascend import budget, sharded
 from memferry_ascend.layers import Layer, Param, distant, units
 from memferry_ascend.limits import RING_SLOTS
+from memferry_ascend.placement import exchanged
 from memferry_ascend.planner.parameters import LayerParams, ParamProfile
 from memferry_ascend.planner.plan import Plan
 from memferry_ascend.planner.profile import Profile
@@ -78,9 +79,14 @@ def _guessed(profile: Profile) -> tuple[LayerParams, ...]:
     return tuple(out)
 
 
-def engine_bytes(layers: Sequence[Layer], plan: Plan, *, accumulate: int = 1, base: int = 0) -> int:
-    """Device bytes that the engine counts for `plan` before it arms it (`budget.need`), with a full ring and nothing
-    under way that need not be. `layers` in the model's order; the plan in any."""
+def engine_bytes(
+    layers: Sequence[Layer], plan: Plan, *, accumulate: int = 1, base: int = 0, local: int | None = None
+) -> int:
+    """Device bytes that the engine counts for `plan` before it arms it (`budget.need`, and of several ranks
+    `sharded.device_need`), with a full ring and nothing under way that need not be. `layers` in the model's order; the
+    plan in any. local: ranks of a node, None = there is one rank."""
+    plan = plan if local is None else exchanged(plan)
     by_name = {x.name: x for x in plan.layers}
     made = units(list(layers), by_name, alone=distant(list(layers)))
-    return budget.need(made, slots=RING_SLOTS, accumulate=accumulate, base=base).total
+    exchange = 0 if local is None else sharded.device_need(made, local)
+    return budget.need(made, slots=RING_SLOTS, accumulate=accumulate, base=base).total + exchange

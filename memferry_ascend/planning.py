@@ -135,7 +135,7 @@ def _fit(
         if runtime.ranks is None:
             return plan
         made = units(layers, {x.name: x for x in exchanged(plan).layers}, alone=distant(layers))
-        need = sharded.device_need(made, runtime.ranks)
+        need = sharded.device_need(made, runtime.ranks.local)
         if need <= exchange:
             return plan
         exchange = need

@@ -26,7 +26,6 @@ from memferry_ascend.planner import (
     Profile,
     Timeline,
     Update,
-    device_bytes,
     host_bytes,
     plan_backward,
     plan_forward,
@@ -42,7 +41,9 @@ latter are estimated, and measurements are not exact."""
 _MOVING = (Mode.DFGB, Mode.STREAM)
 
 ROUNDS = 6
-"""How often a plan that outgrows the budget in the engine's units is searched again with less."""
+"""How often a plan that outgrows the budget in the engine's units is searched again with less, or with more."""
+CLOSE, REFINEMENTS = 0.02, 2
+"""The part of the budget at which what fits and what does not are close enough, and how often closer is tried for."""
 EFFORT_AGAIN = 0.5
 """The work of such a search, as a part of the first one's."""
 
@@ -154,8 +155,11 @@ class _Search:
         return None
 
     def search(self) -> Plan | None:
-        """The search, again with less memory as long as the engine's units need more than the budget."""
-        allowed, previous, failed, step = self.budget, self.budget or 0, 0, 0
+        """The search, again with less memory as long as the engine's units need more than the budget, and with more when
+        that was too little; the fastest that fits."""
+        best: Plan | None = None
+        low, high, step = 0, self.budget or 0, 0  # what was little enough, or too little; what was too much
+        allowed, refined = self.budget, 0
         for round_ in range(ROUNDS):
             try:
                 found = search(
@@ -166,20 +170,29 @@ class _Search:
                     accumulate=self.accumulate,
                     reserve=self.reserve,
                     effort=1.0 if round_ == 0 else EFFORT_AGAIN,
+                    direct_stages=True,
                 )
             except ValueError as e:
                 if round_ == 0 or allowed is None:
                     self.refused = e
                     return None
-                failed, allowed = allowed, (allowed + previous) // 2
+                low, allowed = allowed, (allowed + high) // 2
                 continue
             done = self.fitting(found)
-            if done is not None or allowed is None:
+            if allowed is None:
                 return done
-            # A little less than what is too much may give the same plan again.
-            previous, step = allowed, max(self.over + self.over // 8, step // 4)
-            allowed = max(allowed - step, (failed + allowed) // 2)
-        return None
+            if done is None:
+                # A little less than what is too much may give the same plan again.
+                high, step = allowed, max(self.over + self.over // 8, step // 4)
+                allowed = max(allowed - step, (low + allowed) // 2)
+                continue
+            best = min((x for x in (best, done) if x is not None), key=_seconds)
+            low = allowed
+            if high - low <= CLOSE * high or refined == REFINEMENTS:
+                break
+            refined += 1
+            allowed = (low + high) // 2
+        return best
 
 
 def staged(plan: Plan) -> Plan:
@@ -195,22 +208,23 @@ def staged(plan: Plan) -> Plan:
     return replace(plan, layers=layers)
 
 
+def _seconds(plan: Plan) -> float:
+    return plan.predicted_period if plan.predicted_period is not None else float("inf")
+
+
 def _preferred(plans: Sequence[Plan]) -> Plan:
     """Of the plans predicted within HANDICAP of the fastest the one with the fewest layers that change storage or place
     their gradients specially, then with the fewest that the host updates; of equals the faster, then the earlier."""
 
-    def seconds(plan: Plan) -> float:
-        return plan.predicted_period if plan.predicted_period is not None else float("inf")
-
-    fastest = min(map(seconds, plans))
-    near = [plan for plan in plans if seconds(plan) <= fastest * (1 + HANDICAP)]
+    fastest = min(map(_seconds, plans))
+    near = [plan for plan in plans if _seconds(plan) <= fastest * (1 + HANDICAP)]
 
     def moves(plan: Plan) -> tuple[int, int]:
         on_host = [x for x in plan.layers if x.update is Update.HOST]
         placed = sum(x.grad is not Grad.STAGE for x in on_host)
         return sum(x.mode in _MOVING for x in plan.layers) + placed, len(on_host)
 
-    return min(near, key=lambda plan: (*moves(plan), seconds(plan)))
+    return min(near, key=lambda plan: (*moves(plan), _seconds(plan)))
 
 
 def host_reads_where_faster(profile: Profile) -> Plan:
@@ -309,11 +323,12 @@ def finish(
     `plan_profile`."""
     units, in_units = grouped(profile, plan)
     layers = stand_ins(profile) if layers is None else layers
-    exchange = device_bytes(units, in_units, slots=RING_SLOTS).exchange
+    local = None if profile.fabric is None else profile.fabric.ranks
+    counted = engine_bytes(layers, plan, accumulate=accumulate, base=profile.base_bytes, local=local)
     return replace(
         plan,
         predicted_period=simulate(units, in_units, update, slots=RING_SLOTS).period,
-        device_bytes=engine_bytes(layers, plan, accumulate=accumulate, base=profile.base_bytes) + exchange,
+        device_bytes=counted,
         host_bytes=host_bytes(units, in_units),
     )
 

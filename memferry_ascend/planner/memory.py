@@ -81,13 +81,15 @@ def device_bytes(
     slots: int = SLOTS,
     accumulate: int = 1,
     state_bytes: int = STATE_BYTES,
+    direct_stages: bool = False,
 ) -> DeviceBytes:
     """Device bytes of `plan`, by purpose.
 
     slots: ring slots, each as large as the largest streamed layer. accumulate: backwards per step; above 1 a
     kept gradient is fp32. state_bytes: optimizer state per parameter. A tied parameter counts once. A
-    device-updated layer keeps its gradient until the update, so it counts as kept. What stays is counted as it
-    is laid out (`Profile.stored_bytes`).
+    device-updated layer keeps its gradient until the update, so it counts as kept. direct_stages: gradients
+    written directly need the staging room too (an engine that stages them before its first step). What stays is
+    counted as it is laid out (`Profile.stored_bytes`).
     """
     chosen = decisions(plan) if isinstance(plan, Plan) else plan
     owners, own_bytes, tied = profile.owners, profile.own_bytes, profile.tied
@@ -108,7 +110,7 @@ def device_bytes(
             kept += stored if accumulate == 1 else stored // layer.itemsize * 4
         elif tied[i]:
             shared += own  # from its first backward use to its last
-        elif grad is Grad.STAGE and own > largest:
+        elif (grad is Grad.STAGE or direct_stages) and own > largest:
             largest = own
     return DeviceBytes(
         base=profile.base_bytes,

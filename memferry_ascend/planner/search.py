@@ -43,12 +43,13 @@ def search(
     effort: float = 1.0,
     device_updates: bool = True,
     reserve: float | None = None,
+    direct_stages: bool = False,
 ) -> Plan:
     """The fastest plan found that needs at most `device_memory` bytes on the device.
 
     device_memory: bytes; None = no limit is known: parameters may stay on the device, as in the paper, but
     optimizer state stays on the host. update: "step" or "backward", as for simulate. slots, accumulate,
-    state_bytes: as for device_bytes. effort: multiplies the work allowed; at 1, 400 layers take seconds.
+    state_bytes, direct_stages: as for device_bytes. effort: multiplies the work allowed; at 1, 400 layers take seconds.
     device_updates: False = no layer may be updated on the device, whatever the budget (an engine that cannot).
     reserve: the most of all gradient bytes of host-updated layers, 0 to 1, that may be kept on the device (the
     paper's reserve factor as a bound); None = as many as help.
@@ -73,8 +74,9 @@ def search(
     one = profile.as_one()
     paper = plan_backward(one, plan_forward(one))
     found = _Search(
-        profile, device_memory, update, slots, accumulate, state_bytes, effort, device_updates, reserve
-    )
+        profile, device_memory, update, slots, accumulate, state_bytes, effort, device_updates, reserve,
+        direct_stages,
+    )  # fmt: skip
     return found.go(decisions(paper)).plan(paper)
 
 
@@ -90,9 +92,11 @@ class _Search:
         effort: float,
         device_updates: bool,
         reserve: float | None,
+        direct_stages: bool,
     ) -> None:
         self.profile, self.budget, self.update, self.slots = profile, budget, update, slots
         self.accumulate, self.state_bytes = accumulate, state_bytes
+        self.direct_stages = direct_stages
         self.reserve = None if reserve is None else Fraction(reserve)
         self.estimate = Estimate(profile, slots)
         self.choices = Choices(profile, device_updates=device_updates and budget is not None)
@@ -106,8 +110,9 @@ class _Search:
     def bytes(self, chosen: Sequence[Decision]) -> int:
         self.estimates_left -= 1  # it takes about as long
         return device_bytes(
-            self.profile, chosen, slots=self.slots, accumulate=self.accumulate, state_bytes=self.state_bytes
-        ).total
+            self.profile, chosen, slots=self.slots, accumulate=self.accumulate, state_bytes=self.state_bytes,
+            direct_stages=self.direct_stages,
+        ).total  # fmt: skip
 
     def fits(self, chosen: Sequence[Decision]) -> bool:
         if self.reserve is not None and not self.within_reserve(chosen, self.reserve):
@@ -195,6 +200,8 @@ class _Search:
         count = len(layers)
         by_dha = [i not in whole and any(x[0] is Mode.DHA for x in options[i]) for i in range(count)]
         grads = [{x[1] for x in options[i] if x[2] is Update.HOST} for i in range(count)]
+        if self.direct_stages:  # then it is no smaller than staging
+            grads = [x - {Grad.DIRECT} for x in grads]
         copied = [i for i in range(count) if not by_dha[i] and i not in whole]
         offered = [
             i
