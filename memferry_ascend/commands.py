@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 from memferry_ascend import profile_plan, sizes
 from memferry_ascend.config import Config
 from memferry_ascend.errors import ConfigError, FerryError
-from memferry_ascend.planner import FabricProfile, Plan, Profile
+from memferry_ascend.planner import FabricProfile, Grad, LayerPlan, Mode, Plan, Profile, Update
 from memferry_ascend.train.models import PRESETS, build, shape_of
 
 Run = Callable[[argparse.Namespace], tuple[int, dict[str, Any]]]
@@ -121,7 +122,10 @@ def register_plan(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("--planner", default="search", metavar="search|paper", help="default: search")
     parser.add_argument("--device-memory", metavar="SIZE", help='device byte budget, such as "24GiB"')
     parser.add_argument(
-        "--reserve", type=float, metavar="X", help="the paper's reserve factor, 0 to 1 (paper only)"
+        "--reserve",
+        type=float,
+        metavar="X",
+        help="the paper's reserve factor, 0 to 1: places gradients (paper), bounds what is kept (search)",
     )
     parser.add_argument("--update", default="step", metavar="step|backward", help="default: step")
     parser.add_argument(
@@ -159,10 +163,9 @@ def run_plan(arguments: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             device_memory=budget,
             reserve=arguments.reserve,
             update=arguments.update,
-            direct_kinds=frozenset({"*"}),
         )
         if arguments.set:
-            plan = plan.override({k: {"mode": v} for k, v in map(_assignment, arguments.set)})
+            plan = _with_modes(plan, dict(map(_assignment, arguments.set)))
             plan = profile_plan.finish(profile, plan, arguments.update)
         timeline = profile_plan.predict(profile, plan, arguments.update)
         difference = None
@@ -219,6 +222,19 @@ def _for_ranks(profile: Profile, ranks: int | None, fabric: str | None) -> Profi
     except ValueError as e:
         raise ConfigError(f"--fabric must be GB/S,US, such as 170,26, not {fabric!r}") from e
     return replace(profile, fabric=FabricProfile(count, bandwidth * 1e9, latency * 1e-6))
+
+
+def _with_modes(plan: Plan, modes: dict[str, str]) -> Plan:
+    """The plan with the modes of layers overridden; one that is updated on the device and leaves it is no longer."""
+
+    def leaves(x: LayerPlan) -> bool:
+        return any(mode != Mode.GFGB and fnmatchcase(x.name, pattern) for pattern, mode in modes.items())
+
+    layers = tuple(
+        replace(x, grad=Grad.STAGE, update=Update.HOST) if x.update is Update.DEVICE and leaves(x) else x
+        for x in plan.layers
+    )
+    return replace(plan, layers=layers).override({pattern: {"mode": mode} for pattern, mode in modes.items()})
 
 
 def _assignment(text: str) -> tuple[str, str]:

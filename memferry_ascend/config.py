@@ -31,7 +31,9 @@ class Config:
     """Bytes: bound on what the arena may take. None: RAM and cgroup limits, less a margin."""
 
     reserve: float | None = None
-    """The paper's reserve factor, 0 to 1: the share of gradient bytes kept on the device (section IV-D)."""
+    """The paper's reserve factor, 0 to 1: the share of gradient bytes kept on the device (section IV-D), the rest written
+    to the host by kernels where they can. With planner="search" the most that may be kept. None: as the planner finds,
+    which is to stage all with "paper"."""
 
     planner: str = "search"
     """"search", "paper", "rules", or the path of a plan file. "search" and "paper" need a sample batch to profile

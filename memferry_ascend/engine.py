@@ -114,7 +114,7 @@ class Engine:
         self.plan = settle(self.plan, layers, backend, optimizer)
         by_name = {lp.name: lp for lp in self.plan.layers}
         self._units = units(layers, by_name, alone=distant(layers))
-        exchange = sharded.device_need(self._units, ranks) if ranks is not None else 0
+        exchange = sharded.device_need(self._units, ranks.local) if ranks is not None else 0
         self._sizing = sizing(
             self._units, config.device_bytes, accumulate=config.accumulate, base=base + exchange
         )

@@ -13,12 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memferry_ascend import arming
-from memferry_ascend.arena import Arena, UnitMemory
-from memferry_ascend.backends.base import Backend, Stream, align
-from memferry_ascend.hostupdate import UnitUpdate, snapshot
-from memferry_ascend.layers import SMALLEST_UNIT, Layer, Param, Unit
-from memferry_ascend.planner.plan import LayerPlan
+from memferry_ascend.backends.base import Backend, Stream
 from memferry_ascend.planner.profile import LinkProfile
 
 SMALL = 4096
@@ -26,23 +21,8 @@ SMALL = 4096
 LARGE = 32 << 20
 """Bytes of the copies that tell the bandwidth: beyond 4 MiB a copy gets 90 % of the link."""
 REPEATS = 5
-MAX_UPDATE = 16 << 20
-"""Elements of the largest update measured; larger ones are extrapolated from the rate."""
 SLOWER = 1.1
 """An update that takes this much longer beside copies shares host memory with them."""
-
-
-@dataclass
-class Rates:
-    """How long host updates take: `overhead` seconds a call and `rate` elements/s; `traffic` bytes an element moves."""
-
-    overhead: float
-    rate: float
-    traffic: int
-
-    def seconds(self, elements: int, nbytes: int) -> float:
-        """One layer's update. Layers smaller than a unit share a call with their neighbours."""
-        return elements / self.rate + self.overhead * min(1.0, nbytes / SMALLEST_UNIT) if elements else 0.0
 
 
 @dataclass
@@ -72,7 +52,7 @@ def _timed(backend: Backend, queues: Sequence[tuple[Stream, Callable[[], None]]]
     return max(start.elapsed(end) for end in ends)
 
 
-def _median(run: Callable[[], float], repeats: int = REPEATS) -> float:
+def median(run: Callable[[], float], repeats: int = REPEATS) -> float:
     run()
     return max(1e-9, statistics.median(run() for _ in range(repeats)))
 
@@ -98,10 +78,10 @@ def measure_link(backend: Backend, budget: int, update: tuple[Callable[[], None]
         def download() -> None:
             up.copy(host_b, dev_b)
 
-        small = _median(lambda: _timed(backend, [(down, lambda: down.copy(dev_a[:SMALL], host_a[:SMALL]))]))
-        t_down = _median(lambda: _timed(backend, [(down, upload)]))
-        t_up = _median(lambda: _timed(backend, [(up, download)]))
-        t_both = _median(lambda: _timed(backend, [(down, upload), (up, download)]))
+        small = median(lambda: _timed(backend, [(down, lambda: down.copy(dev_a[:SMALL], host_a[:SMALL]))]))
+        t_down = median(lambda: _timed(backend, [(down, upload)]))
+        t_up = median(lambda: _timed(backend, [(up, download)]))
+        t_both = median(lambda: _timed(backend, [(down, upload), (up, download)]))
         latency = max(0.0, small - SMALL * t_down / size)
         h2d, d2h = size / max(1e-9, t_down - latency), size / max(1e-9, t_up - latency)
         duplex = max(2 * size / t_both, h2d, d2h)
@@ -158,8 +138,8 @@ def _dha_share(
         copy_end.synchronize()
         return max(start.elapsed(read_end), start.elapsed(copy_end))
 
-    _median(alone, 1)
-    both = _median(together, 3)
+    median(alone, 1)
+    both = median(together, 3)
     return min(2.0, 2 * t_copy / both)
 
 
@@ -178,7 +158,7 @@ def _host_memory(
         run()
         return time.perf_counter() - start
 
-    before = _median(alone, 3)
+    before = median(alone, 3)
     rounds = min(64, int(2 * before / t_both) + 2)
 
     def beside() -> float:
@@ -190,7 +170,7 @@ def _host_memory(
         backend.synchronize()
         return seconds
 
-    after = _median(beside, 3)
+    after = median(beside, 3)
     if after < SLOWER * before:
         return None
     start = time.perf_counter()
@@ -202,70 +182,3 @@ def _host_memory(
     backend.synchronize()
     whole = max(ran, time.perf_counter() - start)
     return (rounds * nbytes + traffic * max(1.0, whole / max(1e-9, after)) * (after / whole)) / whole
-
-
-class HostUpdates:
-    """Times the optimizer's own host update, on scratch memory with the shapes of the model's parameters."""
-
-    def __init__(
-        self, layers: Sequence[Layer], optimizer: torch.optim.Optimizer, backend: Backend, native: bool
-    ) -> None:
-        self._hypers = snapshot(optimizer.param_groups)
-        self._arena = Arena(backend)
-        self._updates: list[tuple[int, UnitUpdate, list[Param]]] = []
-        self.traffic = 0
-        params = sorted((p for layer in layers for p in layer.params if p.trainable), key=lambda p: p.numel)
-        fitting = [p for p in params if 0 < p.numel <= MAX_UPDATE] or params[:1]
-        chosen = (
-            {p.numel: p for p in (fitting[0], fitting[len(fitting) // 2], fitting[-1])} if fitting else {}
-        )
-        try:
-            for p in chosen.values():
-                self._updates.append(self._make(p, optimizer, native))
-        except BaseException:
-            self._arena.close()
-            raise
-
-    def _make(
-        self, like: Param, optimizer: torch.optim.Optimizer, native: bool
-    ) -> tuple[int, UnitUpdate, list[Param]]:
-        stand_in = torch.nn.Parameter(torch.empty(like.shape, device="meta"))
-        p = Param(0, like.name, stand_in, like.dtype, True, group=like.group)
-        layer = Layer(like.name, torch.nn.Module(), [p], [p])
-        memory = UnitMemory(Unit(0, [layer], LayerPlan(like.name), [p]))
-        layout = memory.layout
-        memory.param = self._arena.region("param", layout.nbytes, mapped=False)
-        memory.grad = self._arena.region("grad", layout.nbytes, mapped=False)
-        if p.dtype is torch.bfloat16:
-            memory.state["lo"] = self._arena.region("lo", layout.elements * 2, mapped=False)
-        for kind in ("m", "v") if native else ():
-            memory.state[kind] = self._arena.region(kind, layout.elements * 4, mapped=False)
-        update = arming.make_updates([memory], optimizer)[0]
-        self.traffic = align(p.numel * (24 + p.dtype.itemsize))
-        return p.numel, update, [p]
-
-    def run_largest(self) -> None:
-        """One update of the largest stand-in."""
-        _, update, params = self._updates[-1]
-        update.run(params, False, self._hypers, 1.0)
-
-    def rates(self) -> Rates | None:
-        """Overhead and rate from the smallest and largest; None when nothing is trainable."""
-        if not self._updates:
-            return None
-        found = []
-        for numel, update, params in self._updates:
-
-            def once(update: UnitUpdate = update, params: list[Param] = params) -> float:
-                start = time.perf_counter()
-                update.run(params, False, self._hypers, 1.0)
-                return time.perf_counter() - start
-
-            found.append((numel, _median(once, 3)))
-        (n0, t0), (n1, t1) = found[0], found[-1]
-        rate = (n1 - n0) / (t1 - t0) if n1 > n0 and t1 > t0 else n1 / t1
-        return Rates(max(0.0, t0 - n0 / rate), rate, 24)
-
-    def close(self) -> None:
-        self._updates.clear()
-        self._arena.close()

@@ -1,8 +1,13 @@
-"""Where gradients and optimizer state may go: checks of a plan against the model, and the reserve without a profile."""
+"""What the engine runs where: the reasons against modes, gradient placements and device updates of a layer.
+
+One place knows them. An armed plan is refused by them (`settle`, `refuse_modes`), and planners offer nothing they speak
+against: `offered` narrows a profile, `keep_by_reserve` is the reserve without one.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -13,16 +18,64 @@ from memferry_ascend.direct import why_not
 from memferry_ascend.errors import FerryError
 from memferry_ascend.hostupdate import is_native
 from memferry_ascend.layers import Layer
-from memferry_ascend.planner.plan import Grad, LayerPlan, Plan, Update
+from memferry_ascend.planner.plan import Grad, LayerPlan, Mode, Plan, Update
+from memferry_ascend.planner.profile import Profile
+
+
+def supports(kinds: frozenset[str], kind: str) -> bool:
+    """True if a backend's set of layer kinds contains `kind`; "*" stands for all of them."""
+    return "*" in kinds or kind in kinds
 
 
 def direct_obstacle(layer: Layer, backend: Backend) -> str | None:
     """None if the layer's gradient may be written to the host by its kernels on this backend, else the reason."""
     reason = why_not(layer.module)
     kinds = backend.capabilities().direct_kinds
-    if reason is None and layer.kind not in kinds and "*" not in kinds:
+    if reason is None and not supports(kinds, layer.kind):
         reason = f"no kernel of {layer.kind} may write host memory on {backend.name}"
     return reason
+
+
+def mode_obstacle(layer: Layer, mode: Mode, backend: Backend) -> str | None:
+    """None if the backend runs the layer in `mode`, else the reason. DFGB reads host memory in its forward, as DHA does;
+    DFGB and STREAM rest in mapped memory, which is worth nothing without coherence."""
+    can = backend.capabilities()
+    if mode is Mode.GFGB:
+        return None
+    if not can.coherent:
+        return f"{backend.device} and the host do not see each other's writes to mapped memory; only GFGB layers run here"
+    if mode is not Mode.STREAM and not supports(can.dha_kinds, layer.kind):
+        return (
+            f"{layer.kind} has no direct host access on the {backend.name} backend; plan it as GFGB or STREAM"
+        )
+    return None
+
+
+def device_update_obstacle(optimizer: torch.optim.Optimizer) -> str | None:
+    """None if layers may be updated on the device with this optimizer, else the reason."""
+    if is_native(optimizer):
+        return None
+    return f"which AdamW and Adam without amsgrad can, found {type(optimizer).__name__}"
+
+
+def offered(
+    profile: Profile, layers: Sequence[Layer], backend: Backend, optimizer: torch.optim.Optimizer
+) -> Profile:
+    """The profile with "not usable" (inf) for everything that the engine would refuse, or run otherwise, for these
+    layers: no plan made from it is refused when it is armed."""
+    no_update = device_update_obstacle(optimizer) is not None
+    by_name = {layer.name: layer for layer in layers}
+    out = []
+    for x in profile.layers:
+        layer = by_name[x.name]
+        if mode_obstacle(layer, Mode.DHA, backend) is not None:
+            x = replace(x, t_fp_dha=math.inf, t_bp_dha=math.inf)
+        if tied(layer) or direct_obstacle(layer, backend) is not None:
+            x = replace(x, t_bp_grad_direct=math.inf)
+        if no_update:
+            x = replace(x, t_update_device=math.inf)
+        out.append(x)
+    return replace(profile, layers=tuple(out))
 
 
 def tied(layer: Layer) -> bool:
@@ -52,13 +105,25 @@ def settle(plan: Plan, layers: list[Layer], backend: Backend, optimizer: torch.o
                     decided = replace(
                         decided, why=_join(decided.why, "its tied gradient is staged, not direct")
                     )
-            if decided.update is Update.DEVICE and not is_native(optimizer):
+            reason = device_update_obstacle(optimizer)
+            if decided.update is Update.DEVICE and reason is not None:
                 raise FerryError(
-                    f"plan: layer {decided.name!r} has update 'device', which AdamW and Adam without amsgrad can, found "
-                    f"{type(optimizer).__name__}; plan it as 'host'"
+                    f"plan: layer {decided.name!r} has update 'device', {reason}; plan it as 'host'"
                 )
         out.append(decided)
     return replace(plan, layers=tuple(out))
+
+
+def refuse_modes(plan: Plan, layers: Sequence[Layer], backend: Backend) -> None:
+    """Raise unless the backend can run every layer in its mode.
+
+    Raises:
+        FerryError: names the first layer and what to plan instead.
+    """
+    for layer, decided in zip(layers, plan.layers, strict=True):
+        reason = mode_obstacle(layer, decided.mode, backend) if layer.params else None
+        if reason is not None:
+            raise FerryError(f"plan: layer {layer.name!r} is {decided.mode}, but {reason}")
 
 
 def exchanged(plan: Plan) -> Plan:

@@ -11,9 +11,15 @@ from memferry_ascend import budget, fabricprobe, profile_plan, profiler, sharded
 from memferry_ascend.backends.base import Backend
 from memferry_ascend.config import Config
 from memferry_ascend.errors import ConfigError, FerryError
-from memferry_ascend.hostupdate import is_native
 from memferry_ascend.layers import Layer, distant, units
-from memferry_ascend.placement import exchanged, keep_by_reserve
+from memferry_ascend.placement import (
+    device_update_obstacle,
+    exchanged,
+    keep_by_reserve,
+    mode_obstacle,
+    offered,
+    refuse_modes,
+)
 from memferry_ascend.planner.plan import LayerPlan, Mode, Plan
 from memferry_ascend.planner.profile import Profile
 from memferry_ascend.runtime import Runtime
@@ -26,18 +32,12 @@ _GATHERS = (nn.Embedding, nn.EmbeddingBag)
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.RMSNorm)
 
 
-def supports(kinds: frozenset[str], kind: str) -> bool:
-    """True if a backend's set of layer kinds contains `kind`; "*" stands for all of them."""
-    return "*" in kinds or kind in kinds
-
-
 def rule_plan(layers: list[Layer], backend: Backend) -> Plan:
     """Embeddings and norms are read where they are if the backend can, everything else is copied to the device.
 
     A tied parameter counts for all its readers: an embedding whose table is also a projection's weight is copied,
     because no matrix product reads host memory unless that was measured faster.
     """
-    dha = backend.capabilities().dha_kinds
     readers: dict[int, list[Layer]] = {}
     for layer in layers:
         for p in layer.reads:
@@ -49,7 +49,7 @@ def rule_plan(layers: list[Layer], backend: Backend) -> Plan:
             others = [r for p in layer.params for r in readers[p.index] if r is not layer]
             if others:
                 why = f"tied with {others[0].name}"
-            elif supports(dha, layer.kind):
+            elif mode_obstacle(layer, Mode.DHA, backend) is None:
                 mode = Mode.DHA
                 why = (
                     "a gather reads few rows"
@@ -95,14 +95,15 @@ def choose_plan(
         rules = rule_plan(layers, runtime.backend)
         if config.device_bytes is not None:
             base = _base(model, layers, runtime, config, sample_batch)
-            native = is_native(optimizer)
+            native = device_update_obstacle(optimizer) is None
             return None, _fit(rules, layers, config.device_bytes, runtime, config, native, base), base
         if config.reserve is not None:
             rules = keep_by_reserve(rules, layers, runtime.backend, config.reserve)
         return None, rules, 0
     measured = profiler.measure(model, layers, optimizer, runtime, config, sample_batch)
     profile = fabricprobe.with_ranks(measured.profile, runtime)
-    return profile, measured_plan(profile, layers, config, runtime.backend), profile.base_bytes
+    plan = measured_plan(profile, layers, config, runtime.backend, optimizer)
+    return profile, plan, profile.base_bytes
 
 
 def _base(model: nn.Module, layers: list[Layer], runtime: Runtime, config: Config, sample_batch: Any) -> int:
@@ -134,26 +135,34 @@ def _fit(
         if runtime.ranks is None:
             return plan
         made = units(layers, {x.name: x for x in exchanged(plan).layers}, alone=distant(layers))
-        need = sharded.device_need(made, runtime.ranks)
+        need = sharded.device_need(made, runtime.ranks.local)
         if need <= exchange:
             return plan
         exchange = need
 
 
-def measured_plan(profile: Profile, layers: list[Layer], config: Config, backend: Backend) -> Plan:
+def measured_plan(
+    profile: Profile,
+    layers: list[Layer],
+    config: Config,
+    backend: Backend,
+    optimizer: torch.optim.Optimizer,
+) -> Plan:
     """The plan of `config.planner` ("search" or "paper") for a measured profile, in the order of `layers`. Without
     `device_memory` the budget is what is free on the device less a margin."""
     limit = config.device_bytes
     if limit is None and config.planner == "search":
         limit = int(backend.memory_stats().free * (1 - DEVICE_MARGIN))
+    # A profile kept from an earlier run may offer what this one refuses: somebody has replaced a forward, for example.
     plan = profile_plan.plan_profile(
-        profile,
+        offered(profile, layers, backend, optimizer),
         config.planner,
         device_memory=limit,
         reserve=config.reserve,
         update=config.update,
         accumulate=config.accumulate,
         direct_kinds=backend.capabilities().direct_kinds,
+        layers=layers,
     )
     return profile_plan.ordered(plan, [layer.name for layer in layers])
 
@@ -169,30 +178,6 @@ def refuse_publishing(backend: Backend, config: Config) -> None:
             f"{backend.device} and the host do not see each other's writes to mapped memory, so gradients cannot be "
             'published as p.grad; use Config(update="backward"), where they are not (`memferry doctor` says more)'
         )
-
-
-def refuse_modes(plan: Plan, layers: list[Layer], backend: Backend) -> None:
-    """Raise unless the backend can run every layer in its mode. DFGB reads host memory in its forward, as DHA does;
-    DFGB and STREAM rest in mapped memory, which is worth nothing without coherence.
-
-    Raises:
-        FerryError: names the first layer and what to plan instead.
-    """
-    can = backend.capabilities()
-    for layer, decided in zip(layers, plan.layers, strict=True):
-        mode = Mode(decided.mode)
-        if not layer.params or mode is Mode.GFGB:
-            continue
-        if not can.coherent:
-            raise FerryError(
-                f"plan: layer {layer.name!r} is {mode}, but {backend.device} and the host do not see each other's "
-                "writes to mapped memory; only GFGB layers run here"
-            )
-        if mode is not Mode.STREAM and not supports(can.dha_kinds, layer.kind):
-            raise FerryError(
-                f"plan: layer {layer.name!r} is {mode}, but {layer.kind} has no direct host access on the "
-                f"{backend.name} backend; plan it as GFGB or STREAM"
-            )
 
 
 def check_plan(plan: Plan, layers: list[Layer]) -> None:

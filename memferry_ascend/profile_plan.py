@@ -9,23 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 from memferry_ascend import sizes
+from memferry_ascend.backends.base import DIRECT_KINDS
 from memferry_ascend.errors import FerryError
-from memferry_ascend.layers import LARGEST_UNIT, SMALLEST_UNIT, TINY
+from memferry_ascend.grouping import grouped, tied_groups
+from memferry_ascend.layers import Layer
 from memferry_ascend.limits import RING_SLOTS
+from memferry_ascend.outline import engine_bytes, stand_ins
 from memferry_ascend.placement import exchanged
 from memferry_ascend.planner import (
     Grad,
     LayerPlan,
-    LayerProfile,
     Mode,
     Plan,
     Profile,
     Timeline,
     Update,
-    device_bytes,
     host_bytes,
     plan_backward,
     plan_forward,
@@ -34,17 +34,18 @@ from memferry_ascend.planner import (
     simulate,
 )
 
-ENGINE_GRADS = frozenset({Grad.STAGE})
-ENGINE_UPDATES = frozenset({Update.HOST})
-"""Placements the engine runs. What the planner chooses beyond them becomes staging and the host's update."""
-
 HANDICAP = 0.02
-"""How much faster a plan must be predicted to be preferred although more of its layers change storage (DFGB, STREAM):
-what autograd saves of those costs launch time that the simulator does not count, and measurements are not exact."""
+"""How much faster a plan must be predicted to be preferred although more of its layers change storage (DFGB, STREAM) or
+keep or write their gradients: what autograd saves of the former costs launch time that the simulator does not count, the
+latter are estimated, and measurements are not exact."""
 _MOVING = (Mode.DFGB, Mode.STREAM)
 
 ROUNDS = 6
-"""How often a plan that outgrows the budget in the engine's units is searched again with less."""
+"""How often a plan that outgrows the budget in the engine's units is searched again with less, or with more."""
+CLOSE, REFINEMENTS = 0.02, 2
+"""The part of the budget at which what fits and what does not are close enough, and how often closer is tried for."""
+EFFORT_AGAIN = 0.5
+"""The work of such a search, as a part of the first one's."""
 
 
 def plan_profile(
@@ -55,27 +56,34 @@ def plan_profile(
     reserve: float | None = None,
     update: str = "step",
     accumulate: int = 1,
-    direct_kinds: Collection[str] = frozenset(),
+    direct_kinds: Collection[str] = DIRECT_KINDS,
+    layers: Sequence[Layer] | None = None,
 ) -> Plan:
-    """A plan of `profile`'s layers, in its order, with `predicted_period`, bytes and "why" per layer.
+    """A plan of `profile`'s layers, in its order, with `predicted_period`, bytes and "why" per layer. What the engine
+    would refuse must be "not usable" (inf) in the profile (`placement.offered`): then it is in no plan.
 
-    planner: "search" or "paper". device_memory: bytes, None = no limit. reserve: the paper's reserve factor, None = all
-    gradients are staged. direct_kinds: kinds of layers whose gradient a kernel can write to host memory ("*" = all).
+    planner: "search" or "paper". device_memory: bytes, None = no limit; parameters may then be resident, but nothing is
+    updated on the device. reserve: the paper's reserve factor. With "paper" it places the gradients (kept, written
+    directly, or staged where they cannot); None = all are staged. With "search" it is the most of the host-updated
+    layers' gradient bytes that may be kept; None = as many as help. direct_kinds: kinds of layers whose gradient a
+    kernel can write to host memory ("*" = all). layers: the model's, in its own order, by which bytes are counted; None =
+    as the profile describes them.
 
     Raises:
         FerryError: nothing fits `device_memory`, naming the smallest that works; or an argument makes no sense.
     """
     narrowed = narrow(profile, direct_kinds)
+    layers = stand_ins(profile) if layers is None else layers
     try:
         if planner == "search":
-            return _search(narrowed, device_memory, update, accumulate)
+            return _Search(narrowed, layers, device_memory, update, accumulate, reserve).run()
         if planner != "paper":
             raise FerryError(f'planner: expected "search" or "paper", found {planner!r}')
         one = narrowed.as_one()
         plan = plan_backward(one, plan_forward(one))
         if reserve is not None and profile.fabric is None:
             plan = plan_gradients(narrowed, reserve, plan)
-        plan = finish(narrowed, runnable(narrowed, plan), update, accumulate)
+        plan = finish(narrowed, runnable(narrowed, plan), update, accumulate, layers)
     except ValueError as e:
         raise e if isinstance(e, FerryError) else FerryError(str(e)) from e
     if device_memory is not None and plan.device_bytes is not None and plan.device_bytes > device_memory:
@@ -86,64 +94,137 @@ def plan_profile(
     return plan
 
 
-def _search(profile: Profile, budget: int | None, update: str, accumulate: int) -> Plan:
-    """The search, again with less memory as long as the engine's units need more than the budget; then the fastest, in
-    units, of what was found and the plain plans."""
-    plan: Plan | None = None
-    allowed, previous, failed, least = budget, budget or 0, 0, 0
-    for round_ in range(ROUNDS):
-        try:
-            found = search(
-                profile,
-                allowed,
-                update=update,
-                slots=RING_SLOTS,
-                accumulate=accumulate,
-                device_updates=Update.DEVICE in ENGINE_UPDATES,
+class _Search:
+    """`search`, held to the engine's units and bytes; then the fastest of what was found and the plain plans."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        layers: Sequence[Layer],
+        budget: int | None,
+        update: str,
+        accumulate: int,
+        reserve: float | None,
+    ) -> None:
+        self.profile, self.layers, self.budget = profile, layers, budget
+        self.update, self.accumulate, self.reserve = update, accumulate, reserve
+        self.least: int | None = None
+        self.over = 0
+        self.refused: ValueError | None = None
+
+    def run(self) -> Plan:
+        found = self.search()
+        plans = [] if found is None else [found]
+        one = self.profile.as_one()
+        rivals = [
+            ("the paper's plan", plan_backward(one, plan_forward(one))),
+            ("", host_reads_where_faster(self.profile)),
+            ("all GFGB", all_of(self.profile, Mode.GFGB)),
+        ]
+        if self.budget is not None:
+            rivals.append(("plain training", all_on_device(self.profile)))
+        if found is None:
+            rivals += [("", all_of(self.profile, Mode.STREAM)), ("", all_of(self.profile, Mode.DHA))]
+        elif any(x.grad is not Grad.STAGE and x.update is Update.HOST for x in found.layers):
+            rivals.append(("staging every gradient", staged(found)))
+        for name, other in rivals:
+            rival = self.fitting(other)
+            if rival is not None:
+                reason = f"{name} is as fast, with fewer moves" if name else ""
+                layers = tuple(
+                    replace(x, why="; ".join(w for w in (x.why, reason) if w)) for x in rival.layers
+                )
+                plans.append(replace(rival, layers=layers))
+        if not plans:
+            if self.refused is not None:
+                raise self.refused
+            raise FerryError(
+                f"device_memory {sizes.fmt(self.budget or 0)} ({self.budget} bytes): the smallest plan found needs "
+                f"{self.least} bytes in whole units; allow that much, or make the batch smaller"
             )
-        except ValueError:
-            if round_ == 0 or budget is None or allowed is None:
-                raise
-            failed, allowed = allowed, (allowed + previous) // 2
-            continue
-        done = finish(profile, runnable(profile, found), update, accumulate)
+        return _preferred(plans)
+
+    def fitting(self, plan: Plan) -> Plan | None:
+        """The plan as the engine runs it, or None when that is too large."""
+        done = finish(self.profile, runnable(self.profile, plan), self.update, self.accumulate, self.layers)
         assert done.device_bytes is not None
-        if budget is None or allowed is None or done.device_bytes <= budget:
-            plan = done
-            break
-        least = min(least or done.device_bytes, done.device_bytes)
-        previous = allowed
-        allowed = max(allowed - (done.device_bytes - budget), (failed + allowed) // 2)
-    if plan is None:
-        raise FerryError(
-            f"device_memory {sizes.fmt(budget or 0)} ({budget} bytes): the smallest plan found needs {least} bytes in "
-            "whole units; allow that much, or make the batch smaller"
+        if self.budget is None or done.device_bytes <= self.budget:
+            return done
+        self.least = done.device_bytes if self.least is None else min(self.least, done.device_bytes)
+        self.over = done.device_bytes - self.budget
+        return None
+
+    def search(self) -> Plan | None:
+        """The search, again with less memory as long as the engine's units need more than the budget, and with more when
+        that was too little; the fastest that fits."""
+        best: Plan | None = None
+        low, high, step = 0, self.budget or 0, 0  # what was little enough, or too little; what was too much
+        allowed, refined = self.budget, 0
+        for round_ in range(ROUNDS):
+            try:
+                found = search(
+                    self.profile,
+                    allowed,
+                    update=self.update,
+                    slots=RING_SLOTS,
+                    accumulate=self.accumulate,
+                    reserve=self.reserve,
+                    effort=1.0 if round_ == 0 else EFFORT_AGAIN,
+                    direct_stages=True,
+                )
+            except ValueError as e:
+                if round_ == 0 or allowed is None:
+                    self.refused = e
+                    return None
+                low, allowed = allowed, (allowed + high) // 2
+                continue
+            done = self.fitting(found)
+            if allowed is None:
+                return done
+            if done is None:
+                # A little less than what is too much may give the same plan again.
+                high, step = allowed, max(self.over + self.over // 8, step // 4)
+                allowed = max(allowed - step, (low + allowed) // 2)
+                continue
+            best = min((x for x in (best, done) if x is not None), key=_seconds)
+            low = allowed
+            if high - low <= CLOSE * high or refined == REFINEMENTS:
+                break
+            refined += 1
+            allowed = (low + high) // 2
+        return best
+
+
+def staged(plan: Plan) -> Plan:
+    """The plan with every gradient of a host-updated layer staged."""
+    layers = tuple(
+        x
+        if x.update is Update.DEVICE or x.grad is Grad.STAGE
+        else replace(
+            x, grad=Grad.STAGE, why=f"{x.why}; its gradient would gain nothing elsewhere".lstrip("; ")
         )
-    rivals, one = [plan], profile.as_one()
-    for name, other in (
-        ("the paper's plan", plan_backward(one, plan_forward(one))),
-        ("", host_reads_where_faster(profile)),
-        ("all GFGB", all_of(profile, Mode.GFGB)),
-    ):
-        rival = finish(profile, runnable(profile, other), update, accumulate)
-        assert rival.device_bytes is not None
-        if budget is None or rival.device_bytes <= budget:
-            reason = f"{name} is as fast, with fewer moves" if name else ""
-            layers = tuple(replace(x, why="; ".join(w for w in (x.why, reason) if w)) for x in rival.layers)
-            rivals.append(replace(rival, layers=layers))
-    return _preferred(rivals)
+        for x in plan.layers
+    )
+    return replace(plan, layers=layers)
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.predicted_period if plan.predicted_period is not None else float("inf")
 
 
 def _preferred(plans: Sequence[Plan]) -> Plan:
-    """The plan with the fewest layers that change storage among those predicted within HANDICAP of the fastest; of
-    equals the faster, then the earlier."""
+    """Of the plans predicted within HANDICAP of the fastest the one with the fewest layers that change storage or place
+    their gradients specially, then with the fewest that the host updates; of equals the faster, then the earlier."""
 
-    def seconds(plan: Plan) -> float:
-        return plan.predicted_period if plan.predicted_period is not None else float("inf")
+    fastest = min(map(_seconds, plans))
+    near = [plan for plan in plans if _seconds(plan) <= fastest * (1 + HANDICAP)]
 
-    fastest = min(map(seconds, plans))
-    near = [plan for plan in plans if seconds(plan) <= fastest * (1 + HANDICAP)]
-    return min(near, key=lambda plan: (sum(x.mode in _MOVING for x in plan.layers), seconds(plan)))
+    def moves(plan: Plan) -> tuple[int, int]:
+        on_host = [x for x in plan.layers if x.update is Update.HOST]
+        placed = sum(x.grad is not Grad.STAGE for x in on_host)
+        return sum(x.mode in _MOVING for x in plan.layers) + placed, len(on_host)
+
+    return min(near, key=lambda plan: (*moves(plan), _seconds(plan)))
 
 
 def host_reads_where_faster(profile: Profile) -> Plan:
@@ -171,15 +252,29 @@ def all_of(profile: Profile, mode: Mode) -> Plan:
     return Plan(tuple(chosen))
 
 
+def all_on_device(profile: Profile) -> Plan:
+    """Every layer as in plain training: parameters, gradient and optimizer state on the device, where that is usable."""
+    chosen = []
+    for x in all_of(profile, Mode.GFGB).layers:
+        measured = profile[x.name]
+        if measured.trainable and measured.device_update_usable:
+            x = replace(x, grad=Grad.KEEP, update=Update.DEVICE)
+        chosen.append(x)
+    return Plan(tuple(chosen))
+
+
 def narrow(profile: Profile, direct_kinds: Collection[str]) -> Profile:
-    """The profile without what the engine cannot do: direct gradients of other kinds or of several ranks, and host
-    reads of a tied parameter by all its readers unless that was measured faster than its copy and reads on the device."""
+    """The profile without what the engine does not do: direct gradients of other kinds or of several ranks, updates on
+    the device of several ranks or where their time was not measured, and host reads of a tied parameter by all its
+    readers unless that was measured faster than its copy and reads on the device."""
     layers = list(profile.layers)
     if profile.fabric is not None:
         direct_kinds = ()
     for i, x in enumerate(layers):
         if "*" not in direct_kinds and x.kind not in direct_kinds:
             layers[i] = replace(x, t_bp_grad_direct=float("inf"))
+        if x.t_update_device is None or profile.fabric is not None:
+            layers[i] = replace(layers[i], t_update_device=float("inf"))
     one = profile.as_one().layers
     for group in tied_groups(profile):
         on_host = sum(layers[i].t_fp_dha + layers[i].t_bp_dha for i in group)
@@ -190,27 +285,8 @@ def narrow(profile: Profile, direct_kinds: Collection[str]) -> Profile:
     return replace(profile, layers=tuple(layers))
 
 
-def tied_groups(profile: Profile) -> list[list[int]]:
-    """Positions of layers that read one tied parameter, the owner first."""
-    found = []
-    for owner, readers in enumerate(profile.readers):
-        if len(readers) > 1:
-            found.append([owner, *(r for r in readers if r != owner)])
-    return found
-
-
 def runnable(profile: Profile, plan: Plan) -> Plan:
-    """`plan` with every decision one that the engine runs: known placements, one mode for the readers of a tie."""
-    layers = []
-    for x in plan.layers:
-        grad = x.grad if x.grad in ENGINE_GRADS else Grad.STAGE
-        update = x.update if x.update in ENGINE_UPDATES else Update.HOST
-        why = x.why
-        if (grad, update) != (x.grad, x.update):
-            wanted = "an update on the device" if update is not x.update else f"grad {x.grad}"
-            why = "; ".join(w for w in (why, f"{wanted} is not run by the engine: staged") if w)
-        layers.append(replace(x, grad=grad, update=update, why=why))
-    plan = replace(plan, layers=tuple(layers))
+    """`plan` as the engine runs it: one mode for the readers of a tie."""
     for group in tied_groups(profile):
         modes = {plan.layers[i].mode for i in group}
         if len(modes) > 1:
@@ -219,14 +295,16 @@ def runnable(profile: Profile, plan: Plan) -> Plan:
 
 
 def _agree(profile: Profile, plan: Plan, group: Sequence[int], modes: Sequence[Mode]) -> Plan:
-    """One mode for all readers of a tied parameter: the one whose plan is predicted fastest."""
+    """One mode for all readers of a tied parameter: the one whose plan is predicted fastest. Another than GFGB takes
+    updates back to the host."""
     best: tuple[float, Plan] | None = None
     for mode in (*modes, *(m for m in (Mode.GFGB,) if m not in modes)):
         layers = list(plan.layers)
         for i in group:
-            layers[i] = replace(
-                layers[i], mode=mode, why=f"one mode for every reader of {layers[group[0]].name!r}"
-            )
+            why = f"one mode for every reader of {layers[group[0]].name!r}"
+            if layers[i].update is Update.DEVICE and mode is not Mode.GFGB:
+                layers[i] = replace(layers[i], grad=Grad.STAGE, update=Update.HOST)
+            layers[i] = replace(layers[i], mode=mode, why=why)
         other = replace(plan, layers=tuple(layers))
         try:
             seconds = simulate(profile, other, slots=RING_SLOTS).period
@@ -238,27 +316,21 @@ def _agree(profile: Profile, plan: Plan, group: Sequence[int], modes: Sequence[M
     return best[1]
 
 
-def finish(profile: Profile, plan: Plan, update: str, accumulate: int = 1) -> Plan:
-    """`plan` with the period and the bytes of the engine's units."""
+def finish(
+    profile: Profile, plan: Plan, update: str, accumulate: int = 1, layers: Sequence[Layer] | None = None
+) -> Plan:
+    """`plan` with the period of the engine's units, and the bytes that the engine counts for it. `layers`: as for
+    `plan_profile`."""
     units, in_units = grouped(profile, plan)
-    parts = device_bytes(units, in_units, slots=RING_SLOTS, accumulate=accumulate)
+    layers = stand_ins(profile) if layers is None else layers
+    local = None if profile.fabric is None else profile.fabric.ranks
+    counted = engine_bytes(layers, plan, accumulate=accumulate, base=profile.base_bytes, local=local)
     return replace(
         plan,
         predicted_period=simulate(units, in_units, update, slots=RING_SLOTS).period,
-        device_bytes=parts.total - parts.staged + _in_flight(units),
+        device_bytes=counted,
         host_bytes=host_bytes(units, in_units),
     )
-
-
-def _in_flight(units: Profile) -> int:
-    """Device bytes that `budget.need` asks for gradients on their way to the host, when nothing more is to be had: two
-    of the largest unit, and what tied layers hold until their last reader's backward."""
-    own = [n for n, x in zip(units.own_bytes, units.layers, strict=True) if x.trainable]
-    owners = {x.shares for x in units.layers if x.shares is not None}
-    tied = sum(
-        n for n, x in zip(units.own_bytes, units.layers, strict=True) if x.trainable and x.name in owners
-    )
-    return min(2 * max(own, default=0), sum(own)) + tied
 
 
 def predict(profile: Profile, plan: Plan, update: str = "step") -> Timeline:
@@ -267,86 +339,6 @@ def predict(profile: Profile, plan: Plan, update: str = "step") -> Timeline:
         plan = exchanged(plan)
     plan = ordered(plan, [x.name for x in profile.layers])
     return simulate(*grouped(profile, plan), update, slots=RING_SLOTS)
-
-
-def grouped(profile: Profile, plan: Plan) -> tuple[Profile, Plan]:
-    """Profile and plan with neighbouring layers of one decision merged as `layers.units` merges them."""
-    plan.check_layers([x.name for x in profile.layers])
-    runs = _runs(profile, plan)
-    merged = [_merged(profile, plan, run, core) for run, core in runs]
-    decided = [
-        replace(plan.layers[core], name=m.name, bytes=m.bytes)
-        for (_, core), m in zip(runs, merged, strict=True)
-    ]
-    names = {profile.layers[run[0]].name: m.name for (run, _), m in zip(runs, merged, strict=True)}
-    merged = [replace(m, shares=names[m.shares]) if m.shares is not None else m for m in merged]
-    return replace(profile, layers=tuple(merged)), replace(plan, layers=tuple(decided))
-
-
-def _runs(profile: Profile, plan: Plan) -> list[tuple[list[int], int]]:
-    """Positions of the layers of each unit, and of the one whose decision it has: small DHA layers ride along."""
-    tied = {i for group in tied_groups(profile) for i in group}
-    out: list[tuple[list[int], int]] = []
-    run: list[int] = []
-    core = -1
-    for i, layer in enumerate(profile.layers):
-        rides = plan.layers[i].mode is Mode.DHA and layer.bytes <= TINY and i not in tied
-        if run:
-            head = plan.layers[core if core >= 0 else run[0]]
-            mine, before = plan.layers[i], profile.layers[run[0]]
-            size = sum(profile.layers[j].bytes for j in run)
-            if (
-                (mine.grad, mine.update) != (head.grad, head.update)
-                or not (rides or core < 0 or mine.mode is head.mode)
-                or (layer.trainable, layer.recompute, layer.itemsize)
-                != (before.trainable, before.recompute, before.itemsize)
-                or size >= SMALLEST_UNIT
-                or size + layer.bytes > LARGEST_UNIT
-                or i in tied
-                or run[0] in tied
-            ):
-                out.append((run, core if core >= 0 else run[0]))
-                run, core = [], -1
-        if not rides and core < 0:
-            core = i
-        run.append(i)
-    out.append((run, core if core >= 0 else run[0]))
-    return out
-
-
-def _merged(profile: Profile, plan: Plan, run: Sequence[int], core: int) -> LayerProfile:
-    """One layer that stands for a unit: times add up, the gaps inside become its own."""
-    parts = [profile.layers[i] for i in run]
-    if plan.layers[core].mode is not Mode.DHA:  # riders read host memory although the unit is copied
-        for k, i in enumerate(run):
-            x = parts[k]
-            if plan.layers[i].mode is Mode.DHA:
-                parts[k] = replace(x, t_fp=x.t_fp_dha, t_bp=x.t_bp_dha)
-    if len(parts) == 1:
-        return parts[0]
-    first, last = parts[0], parts[-1]
-    inner_fp = sum(x.t_gap_fp for x in parts[:-1])
-    inner_bp = sum(x.t_gap_bp for x in parts[:-1])  # a backward gap lies before its layer's backward
-
-    def total(field: str) -> Any:
-        return sum(getattr(x, field) for x in parts)
-
-    return replace(
-        first,
-        name=f"{first.name}..{last.name}",
-        bytes=total("bytes"),
-        t_trans=profile.link.latency + total("bytes") / profile.link.h2d,
-        t_fp=total("t_fp") + inner_fp,
-        t_bp=total("t_bp") + inner_bp,
-        t_fp_dha=total("t_fp_dha") + inner_fp,
-        t_bp_dha=total("t_bp_dha") + inner_bp,
-        t_bp_grad_direct=total("t_bp_grad_direct") + inner_bp,
-        t_gap_fp=last.t_gap_fp,
-        t_gap_bp=last.t_gap_bp,
-        t_update=total("t_update"),
-        dha_bytes=total("dha_bytes"),
-        t_update_device=None,
-    )
 
 
 def ordered(plan: Plan, names: Sequence[str]) -> Plan:

@@ -9,7 +9,8 @@ What a pass tells, with every layer's parameters in device memory and then in ho
                    where the backend says so, and where a parameter is also read outside its layer (not measurable)
     t_trans        latency + bytes / bandwidth of the link
     t_update       the optimizer's own host update, from its rate and its overhead
-    t_bp_grad_direct   estimated: t_bp + bytes / bandwidth to the host
+    t_update_device   the same update as kernels on the device (`deviceupdate.py`), likewise
+    t_bp_grad_direct   estimated: t_bp + bytes / bandwidth to the host; inf where nothing is written directly
     base_bytes     peak of a pass less the parameters; 0 on the CPU backend, which does not count activations
 """
 
@@ -27,7 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from torch import nn
 
-from memferry_ascend import arming, profile_cache, sizes
+from memferry_ascend import arming, placement, profile_cache, sizes
 from memferry_ascend.averages import Averages
 from memferry_ascend.backends.base import Backend
 from memferry_ascend.config import Config, host_threads
@@ -35,12 +36,14 @@ from memferry_ascend.errors import FerryError
 from memferry_ascend.hostreads import check_host_reads
 from memferry_ascend.hostupdate import is_native
 from memferry_ascend.layers import Layer, collect
-from memferry_ascend.linkprobe import HostUpdates, LinkFound, Rates, measure_link
+from memferry_ascend.linkprobe import LinkFound, measure_link
 from memferry_ascend.marks import Marks, Spent, ancestors, attribute
+from memferry_ascend.outline import outline, shared_owners
 from memferry_ascend.planner.profile import LayerProfile, Profile
 from memferry_ascend.runtime import Runtime
 from memferry_ascend.tracing import ReadTracer
 from memferry_ascend.trial import Trial
+from memferry_ascend.updateprobe import HostUpdates, Rates, device_update_rates
 
 PASSES, DHA_PASSES = 5, 3
 MORE_PASSES, QUICK = 15, 1.0
@@ -169,6 +172,8 @@ class _Profiler:
         self.inside = ancestors(self.layers)
         self.notes: list[str] = []
         self.unusable: dict[int, str] = {}
+        self.read_elsewhere: set[int] = set()
+        """Layers of which other modules read parameters too: their gradients are staged."""
         self._began = time.perf_counter()
         self._quiet = runtime.rank != 0
 
@@ -185,8 +190,9 @@ class _Profiler:
         with bar, self._tied_down():
             with Trial(self.model, self.layers, self.backend, self.batch, self.budget) as trial:
                 spent, by_dha = self._passes(trial)
-            link, rates = self._machine()
-        return Measured(self._profile(spent, by_dha, link, rates), self.notes)
+            link, rates, on_device = self._machine()
+        profile = self._profile(spent, by_dha, link, rates, on_device)
+        return Measured(placement.offered(profile, self.layers, self.backend, self.optimizer), self.notes)
 
     def _tied_down(self) -> AbstractContextManager[Any]:
         """Passes run with gradients even if ferry is called under no_grad."""
@@ -273,6 +279,8 @@ class _Profiler:
                 self.unusable[i] = "its forward is never called, its parameters are read elsewhere"
             for p in layer.params:
                 for module in tracer.reads.get(id(p.param), []):
+                    if module is not layer.module:
+                        self.read_elsewhere.add(i)
                     j = number.get(id(module))
                     if j is None:
                         self.unusable[i] = f"{p.name} is also read by a module that owns no parameters"
@@ -288,7 +296,7 @@ class _Profiler:
         return spent
 
     # -- the machine -----------------------------------------------------------------------------------------------
-    def _machine(self) -> tuple[LinkFound, Rates | None]:
+    def _machine(self) -> tuple[LinkFound, Rates | None, Rates | None]:
         updates = HostUpdates(self.layers, self.optimizer, self.backend, is_native(self.optimizer))
         try:
             rates = updates.rates()
@@ -298,17 +306,21 @@ class _Profiler:
             self._advance("the link")
         finally:
             updates.close()
+        on_device = None
+        if placement.device_update_obstacle(self.optimizer) is None:
+            on_device = device_update_rates(self.layers, self.optimizer, self.backend, self.budget)
         self.notes += link.notes
         self.notes.append(
             "gradients written directly are estimated: backward + bytes / bandwidth to the host"
         )
-        return link, rates
+        return link, rates, on_device
 
     # -- putting it together ---------------------------------------------------------------------------------------
-    def _profile(self, spent: Spent, by_dha: Spent, found: LinkFound, rates: Rates | None) -> Profile:
+    def _profile(
+        self, spent: Spent, by_dha: Spent, found: LinkFound, rates: Rates | None, on_device: Rates | None
+    ) -> Profile:
         link = found.link
-        owners = {p.index: layer for layer in self.layers for p in layer.params}
-        shares = _shares(self.layers, owners)
+        shares = shared_owners(self.layers)
         out = []
         for i in _all_in_order(len(self.layers), spent.order):
             layer = self.layers[i]
@@ -317,6 +329,7 @@ class _Profiler:
             trainable = any(p.trainable for p in layer.reads)
             elements = sum(p.numel for p in layer.reads if p.trainable)
             infinite = i in self.unusable or not nbytes
+            direct = spent.backward[i] + (nbytes / link.d2h if trainable else 0.0)
             t_fp_dha = float("inf") if infinite else by_dha.forward[i]
             t_bp_dha = float("inf") if infinite else by_dha.backward[i]
             out.append(
@@ -329,7 +342,7 @@ class _Profiler:
                     t_bp=spent.backward[i],
                     t_fp_dha=t_fp_dha,
                     t_bp_dha=t_bp_dha,
-                    t_bp_grad_direct=spent.backward[i] + (nbytes / link.d2h if trainable else 0.0),
+                    t_bp_grad_direct=float("inf") if i in self.read_elsewhere else direct,
                     t_gap_fp=spent.gap_forward[i],
                     t_gap_bp=spent.gap_backward[i],
                     t_update=rates.seconds(elements, nbytes) if rates is not None else 0.0,
@@ -338,9 +351,12 @@ class _Profiler:
                     trainable=trainable and (bool(own) or i in shares),
                     recompute=i in spent.recomputed,
                     itemsize=max(layer.reads, key=lambda p: p.numel).dtype.itemsize,
+                    t_update_device=float("inf")
+                    if on_device is None
+                    else on_device.seconds(elements, nbytes),
                 )
             )
-        return Profile(tuple(out), link, self.base_bytes)
+        return Profile(tuple(out), link, self.base_bytes, parameters=outline(self.layers))
 
     def _dha_bytes(self, number: int, nbytes: int, t_fp: float, t_fp_dha: float, h2d: float) -> int:
         """A gather reads its rows; anything else at least its parameters, and what the extra time could bring in."""
@@ -357,11 +373,13 @@ class _Profiler:
 def describe(measured: Measured) -> str:
     """The profile as a table for a person: times in milliseconds, then the link and the notes."""
     rows: list[tuple[str, ...]] = [
-        ("layer", "kind", "MiB", "FP", "FP host", "BP", "BP host", "gap FP", "copy", "update")
+        ("layer", "kind", "MiB", "FP", "FP host", "BP", "BP host", "gap FP", "copy", "update", "on device")
     ]
     for x in measured.profile.layers:
-        times = (x.t_fp, x.t_fp_dha, x.t_bp, x.t_bp_dha, x.t_gap_fp, x.t_trans, x.t_update)
-        shown = tuple("-" if t == float("inf") else f"{t * 1e3:.3f}" for t in times)
+        times = (
+            x.t_fp, x.t_fp_dha, x.t_bp, x.t_bp_dha, x.t_gap_fp, x.t_trans, x.t_update, x.t_update_device
+        )  # fmt: skip
+        shown = tuple("-" if t is None or t == float("inf") else f"{t * 1e3:.3f}" for t in times)
         rows.append((x.name or "(root)", x.kind, f"{x.bytes / 2**20:.2f}", *shown))
     width = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
@@ -386,16 +404,3 @@ def _all_in_order(count: int, called: Sequence[int]) -> list[int]:
             at = next((out.index(j) + 1 for j in range(i - 1, -1, -1) if j in out), 0)
             out.insert(at, i)
     return out
-
-
-def _shares(layers: Sequence[Layer], owners: dict[int, Layer]) -> dict[int, str]:
-    """Per layer that reads parameters of others, the owner of the largest; an owner does not share itself."""
-    found: dict[int, str] = {}
-    sharing: set[str] = set()
-    for i, layer in enumerate(layers):
-        foreign = [p for p in layer.reads if owners[p.index] is not layer]
-        candidates = [p for p in foreign if owners[p.index].name not in sharing]
-        if candidates:
-            found[i] = owners[max(candidates, key=lambda p: p.numel).index].name
-            sharing.add(layer.name)
-    return found

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from memferry_ascend import placement, planning, runtime
+from memferry_ascend import placement, runtime
 from memferry_ascend.backends import ascend_probe, ascend_writes
 from memferry_ascend.backends.base import Backend
 from memferry_ascend.config import Config
@@ -132,9 +132,7 @@ def _mode(
     can = device.capabilities()
     plan, instead = [], set()
     for layer in collect(copy.deepcopy(model), precision, ()):
-        usable = mode is Mode.GFGB or (
-            can.coherent and (mode is Mode.STREAM or planning.supports(can.dha_kinds, layer.kind))
-        )
+        usable = placement.mode_obstacle(layer, mode, device) is None
         writes = grad is not Grad.DIRECT or placement.direct_obstacle(layer, device) is None
         if not usable or not writes:
             instead.add(layer.kind)

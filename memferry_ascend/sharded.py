@@ -275,11 +275,12 @@ def need(units: list[Unit], ranks: Ranks, optimizer: torch.optim.Optimizer, conf
     return mine
 
 
-def device_need(units: list[Unit], ranks: Ranks) -> int:
-    """Bytes on the device beside the plan's: buffers of exchanges, and where loads land that nobody needs."""
-    cuts = [Cut(unit, ranks.local) for unit in units]
+def device_need(units: Sequence[Unit], local: int) -> int:
+    """Bytes on the device beside the plan's: buffers of exchanges, and where loads land that nobody needs. `local`: ranks
+    of a node."""
+    cuts = [Cut(unit, local) for unit in units]
     packed = max(max(c.packed) for c in cuts)
-    buffers = [max(c.total for c in cuts), packed * ranks.local, packed, packed]
+    buffers = [max(c.total for c in cuts), packed * local, packed, packed]
     moving = [
         c.chunk * c.size for c, u in zip(cuts, units, strict=True) if u.plan.mode in (Mode.DFGB, Mode.STREAM)
     ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memferry_ascend import runtime
+from memferry_ascend import hostmath, runtime
 from memferry_ascend.backends.cpu import CpuBackend
 
 torch.set_num_threads(1)  # the models here are tiny: more threads only wait for each other
@@ -41,3 +41,9 @@ def moves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture
 def cpu() -> runtime.Runtime:
     return runtime.init(backend="cpu")
+
+
+@pytest.fixture
+def torch_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host updates in torch operations, as without the extension: the very operations a device runs."""
+    monkeypatch.setattr(hostmath, "_ops", None)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import memferry_ascend as mf
 from memferry_ascend import engine as engine_module
 from memferry_ascend import layers as layers_module
-from memferry_ascend import runtime
+from memferry_ascend import outline, runtime
 from memferry_ascend.nativejobs import NativeJobs
 from memferry_ascend.planner import LayerPlan, Mode, Plan
 from memferry_ascend.ring import Ring, Slot
@@ -201,11 +201,11 @@ def small_units(nbytes: int = 1500) -> Iterator[None]:
     def tiny(*args: Any, **kwargs: Any) -> Any:
         return before(*args, **{"smallest": nbytes, "largest": 4 * nbytes, "tiny": nbytes // 10, **kwargs})
 
-    engine_module.units = tiny
+    engine_module.units = outline.units = tiny  # what arms units, and what counts their bytes when planning
     try:
         yield
     finally:
-        engine_module.units = before
+        engine_module.units = outline.units = before
 
 
 def train(
@@ -220,15 +220,16 @@ def train(
     micro: int = 1,
     unit_bytes: int = 1500,
     between: Callable[[mf.Engine], None] | None = None,
+    sample_batch: Any = None,
 ) -> Result:
     """Train `steps` steps on fixed batches; `micro` backwards a step; `serial` waits for everything after each step.
-    `between` is called between backward and step."""
+    `between` is called between backward and step. Without a plan, `config` and `sample_batch` decide."""
     config = config or mf.Config(precision="fp32")
     make = optimizer or (lambda ps: torch.optim.AdamW(ps, lr=1e-2))
     rt = runtime.current()
     opt = make([p for p in model.parameters() if p.requires_grad])
     with small_units(unit_bytes):
-        engine = mf.ferry(model, opt, config=config, plan=plan)
+        engine = mf.ferry(model, opt, config=config, plan=plan, sample_batch=sample_batch)
     rt.backend.disturb = disturb
     if disturb is not None:
         for module in model.modules():  # the launching thread itself may be slow anywhere in a forward

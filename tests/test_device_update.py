@@ -42,12 +42,6 @@ SETTINGS = settings(
 DEVICE: dict[str, Any] = {"grad": "keep", "update": "device"}
 
 
-@pytest.fixture
-def torch_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host updates in torch operations, as without the extension: the very operations a device runs."""
-    monkeypatch.setattr(hostmath, "_ops", None)
-
-
 @pytest.mark.skipif(not hostmath.NATIVE, reason="the extension was not built")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("decoupled", [True, False])

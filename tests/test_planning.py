@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from planner.helpers import layer, profile_of, random_profile
 
 import memferry_ascend as mf
-from memferry_ascend import cli, planning, profile_plan, profiler, runtime
+from memferry_ascend import cli, profile_plan, profiler, runtime
 from memferry_ascend.backends.cpu import CpuBackend
 from memferry_ascend.layers import collect, units
 from memferry_ascend.planner import FabricProfile, Grad, LayerPlan, Mode, Plan, Profile, Update, simulate
@@ -50,12 +49,14 @@ def test_a_sample_batch_means_a_searched_plan() -> None:
         assert engine.profile is None
     with arm(make_model(4), mf.Config(precision="fp32", planner="rules")) as engine:
         assert engine.profile is None
-    with arm(make_model(4), mf.Config(precision="fp32", planner="paper", reserve=0.5)) as engine:
+    with arm(make_model(4), mf.Config(precision="fp32", planner="paper", reserve=0.0)) as engine:
         assert engine.profile is not None
-        assert {x.grad for x in engine.plan.layers} == {Grad.STAGE}
+        usable = {x.name: x.trainable and x.direct_usable for x in engine.profile.layers}
+        assert {x.name: x.grad is Grad.DIRECT for x in engine.plan.layers} == usable
+        assert any(usable.values()) and not all(usable.values())
 
 
-@pytest.mark.usefixtures("cpu")
+@pytest.mark.usefixtures("cpu", "torch_arithmetic")
 @pytest.mark.parametrize("seed", [0, 4, 9])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_profiling_and_the_searched_plan_change_no_bit(seed: int, precision: str) -> None:
@@ -117,12 +118,11 @@ SETTINGS = settings(max_examples=15, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10_000), update=st.sampled_from(["step", "backward"]))
 def test_plans_hold_what_the_engine_runs(seed: int, update: str) -> None:
     profile = random_profile(seed)
-    narrowed = profile_plan.narrow(profile, frozenset())
+    narrowed = profile_plan.narrow(profile, {"*"})
     for planner in ("search", "paper"):
         plan = profile_plan.plan_profile(profile, planner, update=update, reserve=0.5)
+        assert {x.update for x in plan.layers} == {Update.HOST}  # no time of a device update is known
         plan.check_layers([x.name for x in profile.layers])
-        assert {x.grad for x in plan.layers} <= profile_plan.ENGINE_GRADS
-        assert {x.update for x in plan.layers} <= profile_plan.ENGINE_UPDATES
         for group in profile_plan.tied_groups(profile):
             assert len({plan.layers[i].mode for i in group}) == 1
         simulate(narrowed, plan, update)  # raises when a mode is not usable
@@ -184,8 +184,8 @@ def test_a_budget_is_kept_in_whole_units_or_refused(seed: int, share: float) -> 
 
 
 def test_the_papers_plan_says_when_it_does_not_fit() -> None:
-    profile = profile_of(layer("a", bytes=10_000), layer("b", bytes=10_000))
-    with pytest.raises(mf.FerryError, match=r"paper.*40000 bytes.*over device_memory.*search"):
+    profile = profile_of(layer("a", bytes=10_240), layer("b", bytes=10_240))
+    with pytest.raises(mf.FerryError, match=r"paper.*40960 bytes.*over device_memory.*search"):
         profile_plan.plan_profile(profile, "paper", device_memory=20_000)
 
 
@@ -369,13 +369,3 @@ def test_a_plan_for_several_ranks(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert planned()["ranks"] == 2
     assert planned("--ranks", "4") == four
     assert planned("--ranks", "1") == one
-
-
-def test_what_the_engine_does_not_run_is_said() -> None:
-    profile = profile_of(layer("a"), layer("b"))
-    plan = Plan((LayerPlan("a", Mode.GFGB, Grad.KEEP, Update.DEVICE), LayerPlan("b", grad=Grad.KEEP)))
-    done = profile_plan.runnable(profile, plan)
-    assert [(x.grad, x.update) for x in done.layers] == [(Grad.STAGE, Update.HOST)] * 2
-    assert "update on the device" in done["a"].why and "grad keep" in done["b"].why
-    assert math.isfinite(profile_plan.finish(profile, done, "step").predicted_period or math.nan)
-    assert planning.DEVICE_MARGIN < 1

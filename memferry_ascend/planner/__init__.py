@@ -5,6 +5,7 @@ from memferry_ascend.planner.fabric import FabricProfile
 from memferry_ascend.planner.forward import plan_forward
 from memferry_ascend.planner.gradients import plan_gradients
 from memferry_ascend.planner.memory import DeviceBytes, device_bytes, host_bytes
+from memferry_ascend.planner.parameters import LayerParams, ParamProfile
 from memferry_ascend.planner.plan import Grad, LayerPlan, Mode, Plan, Update
 from memferry_ascend.planner.profile import LayerProfile, LinkProfile, Profile
 from memferry_ascend.planner.rules import plan_rules
@@ -15,10 +16,12 @@ __all__ = [
     "DeviceBytes",
     "FabricProfile",
     "Grad",
+    "LayerParams",
     "LayerPlan",
     "LayerProfile",
     "LinkProfile",
     "Mode",
+    "ParamProfile",
     "Plan",
     "Profile",
     "Timeline",

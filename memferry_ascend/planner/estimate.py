@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memferry_ascend.planner.iteration import backward_time, download_time, forward_time
+from memferry_ascend.planner.iteration import backward_time, download_time, forward_time, leaves_at_step
 from memferry_ascend.planner.memory import SLOTS, STAGED, Decision, stages, writes_directly
 from memferry_ascend.planner.plan import Mode, Update
 from memferry_ascend.planner.profile import Profile
 
 _GFGB, _STREAM, _DFGB, _DHA = Mode.GFGB, Mode.STREAM, Mode.DFGB, Mode.DHA
 _DEVICE = Update.DEVICE
+_Costs = tuple[float, float, bool, bool, bool]
 
 
 class Estimate:
@@ -51,10 +52,11 @@ class Estimate:
         for i in range(count):
             self.final_at[i] = [s for s in self.stores[i] if self.has_gradient[s] and first[s] == i]
         self.download = [download_time(profile, i) for i in range(count)]
-        self._costs: list[dict[Decision, tuple[float, float, bool, bool]]] = [{} for _ in range(count)]
+        self._costs: list[dict[Decision, _Costs]] = [{} for _ in range(count)]
 
-    def costs(self, i: int, decision: Decision) -> tuple[float, float, bool, bool]:
-        """Forward, backward, alone; whether the layer's gradient is staged; whether it is copied up."""
+    def costs(self, i: int, decision: Decision) -> _Costs:
+        """Forward, backward, alone; whether the layer's gradient is staged; whether it is copied up; whether that
+        happens after the backward, with update="step"."""
         found = self._costs[i].get(decision)
         if found is None:
             profile = self.profile
@@ -64,6 +66,7 @@ class Estimate:
                 backward_time(profile, i, decision),
                 stages(profile, i, decision),
                 moves and not writes_directly(profile, i, decision),
+                moves and leaves_at_step(profile, i, decision),
             )
             self._costs[i][decision] = found
         return found
@@ -78,17 +81,20 @@ class Estimate:
             if decision[0] is _GFGB:
                 resident[i] = resident[owners[i]] = True
         updated = [0.0] * count
-        host = compute = link = fabric = 0.0
+        host = compute = link = fabric = leaving = 0.0
+        costs = [self.costs(i, decision) for i, decision in enumerate(chosen)]
         for s in self.need_order:
             if chosen[s][2] is _DEVICE:
                 compute += self.device_time[s]
             else:
+                if costs[s][4]:
+                    leaving += self.download[s]
+                    host = leaving if leaving > host else host
                 host += self.update_time[s]
                 updated[s] = host
         uploaded: list[float | None] = [None] * count
         freed: list[float] = []
         ring = 0
-        costs = [self.costs(i, decision) for i, decision in enumerate(chosen)]
         for i, layer in enumerate(layers):
             mode = chosen[i][0]
             ready = compute
@@ -133,7 +139,7 @@ class Estimate:
     def _backward(
         self,
         chosen: Sequence[Decision],
-        costs: Sequence[tuple[float, float, bool, bool]],
+        costs: Sequence[_Costs],
         resident: Sequence[bool],
         updated: Sequence[float],
         freed: list[float],
@@ -152,7 +158,7 @@ class Estimate:
         copied: set[int] = set()
         for i in reversed(range(len(layers))):
             mode = chosen[i][0]
-            _, seconds, stages, _ = costs[i]
+            _, seconds, stages, _, _ = costs[i]
             compute += layers[i].t_gap_bp
             if mode is _STREAM or mode is _DFGB:
                 missing, nbytes, wait, any_updated = 0.0, 0, 0.0, False
@@ -186,7 +192,7 @@ class Estimate:
             if mode is _STREAM:
                 freed.append(compute)
             for s in self.final_at[i]:
-                if costs[s][3]:
+                if costs[s][3] and not costs[s][4]:
                     exchanged = (compute if compute > exchanged else exchanged) + self.exchange[s]
                     up = (exchanged if exchanged > up else up) + self.download[s]
                     if s == i and stages:
@@ -203,7 +209,7 @@ class Estimate:
         copied: set[int] = set()
         for i, decision in enumerate(chosen):
             layer, (mode, _, update) = self.profile.layers[i], decision
-            forward, backward, _, downloads = self.costs(i, decision)
+            forward, backward, _, downloads, _ = self.costs(i, decision)
             compute += forward + backward + layer.t_gap_fp + layer.t_gap_bp
             if self.has_gradient[i]:
                 if update is _DEVICE:

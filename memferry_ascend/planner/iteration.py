@@ -40,6 +40,8 @@ def check_decisions(profile: Profile, chosen: Sequence[Decision]) -> None:
     """Raise ValueError naming the first layer whose decision the profile says cannot be run."""
     for i, (layer, (mode, grad, update)) in enumerate(zip(profile.layers, chosen, strict=True)):
         owner = profile.owners[i]
+        if update is Update.DEVICE and not layer.device_update_usable:
+            raise ValueError(f"layer {layer.name!r}: update device, but t_update_device is inf (not usable)")
         if profile.fabric is not None and (grad is not Grad.STAGE or update is not Update.HOST):
             raise ValueError(
                 f"layer {layer.name!r}: several ranks exchange gradients, which are staged and updated on the host, "
@@ -83,6 +85,12 @@ def download_time(profile: Profile, i: int) -> float:
     return profile.link.latency + own / profile.link.d2h if own and profile.layers[i].trainable else 0.0
 
 
+def leaves_at_step(profile: Profile, i: int, decision: Decision) -> bool:
+    """True when the layer's gradient stays on the device during the backward and goes to the host afterwards."""
+    kept = decision[1] is Grad.KEEP and decision[2] is Update.HOST
+    return kept and download_time(profile, i) > 0.0
+
+
 class Iteration:
     """Builds the Template of one iteration of `chosen` on `profile`; `.template` is the result."""
 
@@ -97,6 +105,7 @@ class Iteration:
         self.resources = RESOURCES if profile.fabric is not None else RESOURCES[:FABRIC]
         self.template = Template(servers=len(self.resources))
         self.updated: dict[int, int] = {}  # store -> its update
+        self.leaving: dict[int, int] = {}  # store -> download of its kept gradient at the step
         self.loaded: dict[int, list[int]] = {}  # layer -> copies its forward waits for
         self.reloaded: dict[int, int] = {}  # layer -> copy its backward waits for
         self.ring: list[int] = []  # ring copies in the order they take slots
@@ -148,16 +157,29 @@ class Iteration:
         )
 
     def _add_updates(self) -> None:
-        """Host updates, first needed first. What they wait for is in the iteration before: see _close."""
-        for store, layer in enumerate(self.profile.layers):
-            if not self._has_gradient(store) or self.chosen[store][2] is Update.DEVICE:
-                continue
+        """Host updates, first needed first. What they wait for is in the iteration before: see _close. With
+        update="step" the host takes them strictly in that order, and a kept gradient leaves only now."""
+        stores = [s for s in range(self.count) if self._has_gradient(s) and self.chosen[s][2] is Update.HOST]
+        if self.by_step:
+            stores.sort(key=lambda s: (self._first_reader(s), s))
+        before: list[int] = []
+        for store in stores:
+            layer = self.profile.layers[store]
+            waits = list(before)
+            if leaves_at_step(self.profile, store, self.chosen[store]) and self.by_step:
+                own, seconds = self.profile.own_bytes[store], download_time(self.profile, store)
+                place = (URGENT, len(self.leaving))
+                self.leaving[store] = self._add(D2H, seconds, place, ("download", store), (), (0.0, own, own))
+                waits.append(self.leaving[store])
             elements = self.profile.own_bytes[store] // layer.itemsize / self.profile.shards
             traffic = elements * (24 + layer.itemsize)  # moments and master read and written, gradient read
             seconds = self.profile.update_times[store]
             needed = self._first_reader(store)
             rank = (URGENT, needed * self.count + store)
-            self.updated[store] = self._add(HOST, seconds, rank, ("update", store), (), (0.0, 0.0, traffic))
+            self.updated[store] = self._add(
+                HOST, seconds, rank, ("update", store), waits, (0.0, 0.0, traffic)
+            )
+            before = [self.updated[store]] if self.by_step else []
 
     def _first_reader(self, store: int) -> int:
         return self.profile.readers[store][0] if self.profile.owners[store] == store else store
@@ -292,7 +314,7 @@ class Iteration:
         self.gradients[store] = backward
         seconds, own = download_time(self.profile, store), self.profile.own_bytes[store]
         direct = writes_directly(self.profile, store, self.chosen[store])
-        if self.chosen[store][2] is Update.DEVICE or direct or seconds == 0:
+        if self.chosen[store][2] is Update.DEVICE or direct or seconds == 0 or store in self.leaving:
             return
         rank, label, mine = (URGENT, len(self.gradients)), ("download", store), own / self.profile.shards
         if self.profile.fabric is not None:
@@ -314,7 +336,7 @@ class Iteration:
         if self.by_step:
             # step() waits for all gradients, and the compute stream does too: user code may read p.grad
             template.release_next(template.marker, self.compute[0])
-            for task in self.updated.values():
+            for task in (*self.updated.values(), *self.leaving.values()):
                 template.release_next(template.marker, task)
             if self.copies:
                 template.release_next(self.copies[-1], self.copies[0])

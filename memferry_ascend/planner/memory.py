@@ -81,36 +81,40 @@ def device_bytes(
     slots: int = SLOTS,
     accumulate: int = 1,
     state_bytes: int = STATE_BYTES,
+    direct_stages: bool = False,
 ) -> DeviceBytes:
     """Device bytes of `plan`, by purpose.
 
     slots: ring slots, each as large as the largest streamed layer. accumulate: backwards per step; above 1 a
     kept gradient is fp32. state_bytes: optimizer state per parameter. A tied parameter counts once. A
-    device-updated layer keeps its gradient until the update, so it counts as kept.
+    device-updated layer keeps its gradient until the update, so it counts as kept. direct_stages: gradients
+    written directly need the staging room too (an engine that stages them before its first step). What stays is
+    counted as it is laid out (`Profile.stored_bytes`).
     """
     chosen = decisions(plan) if isinstance(plan, Plan) else plan
     owners, own_bytes, tied = profile.owners, profile.own_bytes, profile.tied
+    stored_bytes = profile.stored_bytes
     resident = resident_owners(profile, chosen)
     buffered, ring, kept, largest, shared, state = set(resident), 0, 0, 0, 0, 0
     for i, (layer, (mode, grad, update)) in enumerate(zip(profile.layers, chosen, strict=True)):
-        own = own_bytes[i]
+        own, stored = own_bytes[i], stored_bytes[i]
         if mode is Mode.DFGB:
             buffered.update((i, owners[i]))
         elif mode is Mode.STREAM:
-            ring = max(ring, sum(own_bytes[s] for s in {i, owners[i]} if s not in resident))
+            ring = max(ring, sum(stored_bytes[s] for s in {i, owners[i]} if s not in resident))
         if not layer.trainable:
             continue
         if update is Update.DEVICE:
-            state += own // layer.itemsize * (max(0, MASTER_BYTES - layer.itemsize) + state_bytes)
+            state += stored // layer.itemsize * (max(0, MASTER_BYTES - layer.itemsize) + state_bytes)
         if grad is Grad.KEEP or update is Update.DEVICE:
-            kept += own if accumulate == 1 else own // layer.itemsize * 4
+            kept += stored if accumulate == 1 else stored // layer.itemsize * 4
         elif tied[i]:
             shared += own  # from its first backward use to its last
-        elif grad is Grad.STAGE and own > largest:
+        elif (grad is Grad.STAGE or direct_stages) and own > largest:
             largest = own
     return DeviceBytes(
         base=profile.base_bytes,
-        resident=sum(own_bytes[i] for i in buffered),
+        resident=sum(stored_bytes[i] for i in buffered),
         ring=slots * ring,
         kept=kept,
         staged=STAGED * largest + shared,

@@ -16,7 +16,8 @@ Block = tuple[int, ...]
 
 
 class Choices:
-    """The decisions each layer of a profile may take. Device updates only where `device_updates`."""
+    """The decisions each layer of a profile may take. Device updates only where `device_updates`, and the profile does
+    not say otherwise."""
 
     def __init__(self, profile: Profile, device_updates: bool) -> None:
         self.profile = profile
@@ -33,7 +34,8 @@ class Choices:
                 if layer.direct_usable and not profile.tied[i]:
                     grads.append(Grad.DIRECT)
             found = [(mode, grad, Update.HOST) for mode in modes for grad in grads]
-            if device_updates and layer.trainable and profile.fabric is None:
+            usable = layer.trainable and layer.device_update_usable
+            if device_updates and usable and profile.fabric is None:
                 found.append((Mode.GFGB, Grad.KEEP, Update.DEVICE))
             self.options.append(tuple(found))
         self._allowed = [frozenset(x) for x in self.options]

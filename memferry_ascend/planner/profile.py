@@ -13,10 +13,11 @@ from typing import Any
 
 from memferry_ascend.planner.fabric import FabricProfile
 from memferry_ascend.planner.files import check_document, check_items, read_json, write_json
+from memferry_ascend.planner.parameters import LayerParams, check_params
 
 FORMAT_VERSION = 1
 
-_MAY_BE_INFINITE = frozenset({"t_fp_dha", "t_bp_dha", "t_bp_grad_direct"})
+_MAY_BE_INFINITE = frozenset({"t_fp_dha", "t_bp_dha", "t_bp_grad_direct", "t_update_device"})
 
 
 def _check_number(
@@ -58,7 +59,8 @@ class LayerProfile:
     transferred, updated and counted once, and whatever `bytes` exceeds the owner's is this layer's own.
     trainable: False = no gradient, no update. recompute: its forward runs again in the backward pass.
     itemsize: bytes per element in the device dtype. t_update_device: seconds of an update on the device;
-    None = a sixteenth of t_update, the least ratio of device to host memory bandwidth met so far.
+    inf = not usable; None = not measured (older profiles): plans made for the engine then offer none, and the
+    simulator takes a sixteenth of t_update, the least ratio of device to host memory bandwidth met so far.
 
     Raises ValueError naming the layer and the field.
     """
@@ -93,7 +95,7 @@ class LayerProfile:
         if self.itemsize == 0:
             raise ValueError(f"{owner}: itemsize must be >= 1 byte, found 0")
         if self.t_update_device is not None:
-            _check_number(owner, "t_update_device", self.t_update_device)
+            _check_number(owner, "t_update_device", self.t_update_device, infinite=True)
         if self.shares is not None and not isinstance(self.shares, str):
             raise ValueError(f"{owner}: shares must be a layer name or None, found {self.shares!r}")
         for field in ("trainable", "recompute"):
@@ -114,6 +116,11 @@ class LayerProfile:
     def direct_usable(self) -> bool:
         """True when the gradient may be written straight to host memory."""
         return math.isfinite(self.t_bp_grad_direct)
+
+    @property
+    def device_update_usable(self) -> bool:
+        """True unless the profile says that the layer cannot be updated on the device."""
+        return self.t_update_device is None or math.isfinite(self.t_update_device)
 
     @property
     def elements(self) -> int:
@@ -159,18 +166,22 @@ class Profile:
     """Everything the planner knows about a model on a machine.
 
     layers: in forward execution order, at least one. base_bytes: device bytes for activations, buffers and
-    workspace, whatever the plan. fabric: what connects several ranks; None = one rank. Times are of whole
-    layers, with the link and the share of the host's cores that one rank has. Raises ValueError on no layer,
-    a repeated name, or `shares` naming no owner.
+    workspace, whatever the plan. fabric: what connects several ranks; None = one rank. parameters: the same
+    layers in the model's order with what each owns and reads; empty = not known (older profiles), and bytes
+    are then counted without alignment. Times are of whole layers, with the link and the share of the host's
+    cores that one rank has. Raises ValueError on no layer, a repeated name, `shares` naming no owner, or
+    parameters of other layers.
     """
 
     layers: tuple[LayerProfile, ...]
     link: LinkProfile
     base_bytes: int = 0
     fabric: FabricProfile | None = None
+    parameters: tuple[LayerParams, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "parameters", tuple(self.parameters))
         if not self.layers:
             raise ValueError("a profile needs at least one layer, found none: does the model own parameters?")
         for layer in self.layers:
@@ -183,6 +194,8 @@ class Profile:
             counts = Counter(layer.name for layer in self.layers)
             twice = next(name for name, count in counts.items() if count > 1)
             raise ValueError(f"layer {twice!r} appears more than once; names must be unique")
+        if self.parameters:
+            check_params(self.parameters, self.index)
         for layer in self.layers:
             if layer.shares is None:
                 continue
@@ -219,6 +232,14 @@ class Profile:
             x.bytes if self.owners[i] == i else max(0, x.bytes - self.layers[self.owners[i]].bytes)
             for i, x in enumerate(self.layers)
         )
+
+    @cached_property
+    def stored_bytes(self) -> tuple[int, ...]:
+        """Per layer, its own parameters' bytes as they are laid out on the device: aligned where it is known."""
+        if not self.parameters:
+            return self.own_bytes
+        found = {x.name: x.stored_bytes for x in self.parameters}
+        return tuple(found[x.name] for x in self.layers)
 
     @cached_property
     def own_fraction(self) -> tuple[float, ...]:
@@ -303,6 +324,7 @@ class Profile:
                 {f.name: _encode(getattr(layer, f.name)) for f in fields(LayerProfile)}
                 for layer in self.layers
             ],
+            **({"parameters": [x.to_json() for x in self.parameters]} if self.parameters else {}),
         }
 
     @classmethod
@@ -319,7 +341,10 @@ class Profile:
             for position, item in enumerate(check_items(found["layers"], "layers"))
         )
         fabric = FabricProfile.from_json(found["fabric"]) if "fabric" in found else None
-        return cls(layers=layers, link=link, base_bytes=found["base_bytes"], fabric=fabric)
+        parameters = tuple(
+            LayerParams.from_json(x) for x in check_items(found.get("parameters", []), "parameters")
+        )
+        return cls(layers, link, found["base_bytes"], fabric, parameters)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to `path` atomically. Raises OSError as open() does."""

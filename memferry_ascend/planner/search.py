@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from itertools import chain, combinations, islice
 
 from memferry_ascend.planner.backward import plan_backward
@@ -41,13 +42,17 @@ def search(
     state_bytes: int = STATE_BYTES,
     effort: float = 1.0,
     device_updates: bool = True,
+    reserve: float | None = None,
+    direct_stages: bool = False,
 ) -> Plan:
     """The fastest plan found that needs at most `device_memory` bytes on the device.
 
     device_memory: bytes; None = no limit is known: parameters may stay on the device, as in the paper, but
     optimizer state stays on the host. update: "step" or "backward", as for simulate. slots, accumulate,
-    state_bytes: as for device_bytes. effort: multiplies the work allowed; at 1, 400 layers take seconds.
+    state_bytes, direct_stages: as for device_bytes. effort: multiplies the work allowed; at 1, 400 layers take seconds.
     device_updates: False = no layer may be updated on the device, whatever the budget (an engine that cannot).
+    reserve: the most of all gradient bytes of host-updated layers, 0 to 1, that may be kept on the device (the
+    paper's reserve factor as a bound); None = as many as help.
 
     Starts from the paper's plan, all GFGB, all STREAM, the smallest plan, and what fits of each laid over
     the smallest; climbs by changing blocks of layers as long as the estimate without contention improves,
@@ -62,11 +67,16 @@ def search(
         raise ValueError(f"update must be one of {', '.join(map(repr, UPDATES))}, found {update!r}")
     if slots < 1 or accumulate < 1:
         raise ValueError(f"slots and accumulate must be at least 1, found {slots} and {accumulate}")
+    if reserve is not None and not 0 <= reserve <= 1:
+        raise ValueError(f"reserve must be the part of the gradients to keep, 0 to 1, found {reserve!r}")
     if not effort > 0:
         raise ValueError(f"effort multiplies the work allowed and must be > 0, found {effort}")
     one = profile.as_one()
     paper = plan_backward(one, plan_forward(one))
-    found = _Search(profile, device_memory, update, slots, accumulate, state_bytes, effort, device_updates)
+    found = _Search(
+        profile, device_memory, update, slots, accumulate, state_bytes, effort, device_updates, reserve,
+        direct_stages,
+    )  # fmt: skip
     return found.go(decisions(paper)).plan(paper)
 
 
@@ -81,9 +91,13 @@ class _Search:
         state_bytes: int,
         effort: float,
         device_updates: bool,
+        reserve: float | None,
+        direct_stages: bool,
     ) -> None:
         self.profile, self.budget, self.update, self.slots = profile, budget, update, slots
         self.accumulate, self.state_bytes = accumulate, state_bytes
+        self.direct_stages = direct_stages
+        self.reserve = None if reserve is None else Fraction(reserve)
         self.estimate = Estimate(profile, slots)
         self.choices = Choices(profile, device_updates=device_updates and budget is not None)
         count = len(profile.layers)
@@ -96,11 +110,24 @@ class _Search:
     def bytes(self, chosen: Sequence[Decision]) -> int:
         self.estimates_left -= 1  # it takes about as long
         return device_bytes(
-            self.profile, chosen, slots=self.slots, accumulate=self.accumulate, state_bytes=self.state_bytes
-        ).total
+            self.profile, chosen, slots=self.slots, accumulate=self.accumulate, state_bytes=self.state_bytes,
+            direct_stages=self.direct_stages,
+        ).total  # fmt: skip
 
     def fits(self, chosen: Sequence[Decision]) -> bool:
+        if self.reserve is not None and not self.within_reserve(chosen, self.reserve):
+            return False
         return self.budget is None or self.bytes(chosen) <= self.budget
+
+    def within_reserve(self, chosen: Sequence[Decision], reserve: Fraction) -> bool:
+        kept = total = 0
+        for own, layer, (_, grad, update) in zip(
+            self.profile.own_bytes, self.profile.layers, chosen, strict=True
+        ):
+            if layer.trainable and update is Update.HOST:
+                total += own
+                kept += own if grad is Grad.KEEP else 0
+        return kept <= reserve * total
 
     def bound(self, chosen: Sequence[Decision]) -> float:
         """A lower bound of the period."""
@@ -173,8 +200,14 @@ class _Search:
         count = len(layers)
         by_dha = [i not in whole and any(x[0] is Mode.DHA for x in options[i]) for i in range(count)]
         grads = [{x[1] for x in options[i] if x[2] is Update.HOST} for i in range(count)]
+        if self.direct_stages:  # then it is no smaller than staging
+            grads = [x - {Grad.DIRECT} for x in grads]
         copied = [i for i in range(count) if not by_dha[i] and i not in whole]
-        offered = [i for i in range(count) if Grad.KEEP in grads[i] and Grad.DIRECT not in grads[i]]
+        offered = [
+            i
+            for i in range(count)
+            if Grad.KEEP in grads[i] and Grad.DIRECT not in grads[i] and self.reserve is None
+        ]
         ring = _limit([layers[i].bytes for i in copied], self.slots)
         staging = _limit([own[i] for i in offered if not self.profile.tied[i]], STAGED)
         found: list[Decision] = []

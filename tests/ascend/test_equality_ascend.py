@@ -12,8 +12,8 @@ from torch import nn
 
 import memferry_ascend as mf
 from memferry_ascend import runtime
+from memferry_ascend.placement import supports
 from memferry_ascend.planner import Mode, Plan
-from memferry_ascend.planning import supports
 
 EMULATED = {"devices": 2}
 SEEDS = (2, 5, 7)

@@ -374,7 +374,7 @@ def traffic(modes: str) -> dict[str, Any]:
         engine.synchronize()
         memory = dict(engine._arena.bytes_by_kind)
         if engine._parallel is not None:  # what was counted before anything was allocated
-            counted_before = sharded.device_need(engine._units, engine._parallel.ranks)
+            counted_before = sharded.device_need(engine._units, engine._parallel.ranks.local)
             assert engine._parallel.device_bytes == counted_before
         left = [n for n in engine._arena.shared_names if os.path.exists(os.path.join(SHARED_FOLDER, n))]
         engine.close()

@@ -1,6 +1,18 @@
 """Bytes by plan, counted by hand."""
 
-from memferry_ascend.planner import LayerPlan, Plan, device_bytes, host_bytes
+from dataclasses import replace
+
+import pytest
+
+from memferry_ascend.planner import (
+    LayerParams,
+    LayerPlan,
+    ParamProfile,
+    Plan,
+    device_bytes,
+    host_bytes,
+    search,
+)
 from tests.planner.helpers import layer, profile_of
 
 
@@ -20,6 +32,28 @@ def test_every_mode_counts_what_it_holds():
     assert found.total == 7 + 300 + 1600
     assert device_bytes(profile, plan, slots=3).ring == 2400
     assert device_bytes(profile, planned(profile, *[("DHA", "direct")] * 4)).total == 7
+
+
+def test_direct_gradients_need_staging_room_where_the_engine_stages_first():
+    usable = {"t_fp_dha": 1.0, "t_bp_dha": 2.0, "t_bp_grad_direct": 2.0}
+    profile = profile_of(layer("a", bytes=100, **usable), layer("b", bytes=200, **usable))
+    plan = planned(profile, ("DHA", "direct"), ("DHA", "direct"))
+    assert device_bytes(profile, plan).staged == 0
+    assert device_bytes(profile, plan, direct_stages=True).staged == 2 * 200
+    assert search(profile, 0).device_bytes == 0
+    assert search(profile, 300, direct_stages=True).device_bytes == 300  # both kept
+    with pytest.raises(ValueError, match="the smallest needs 300 bytes"):
+        search(profile, 299, direct_stages=True)
+
+
+def test_what_stays_is_counted_aligned_where_parameters_are_known():
+    owns = (ParamProfile(0, 50, 2, True, False), ParamProfile(1, 300, 2, True, False))
+    params = (LayerParams("a", owns, (0, 1)),)
+    profile = replace(profile_of(layer("a", bytes=700)), parameters=params)
+    plan = planned(profile, ("GFGB", "keep", "device"))
+    found = device_bytes(profile, plan)
+    assert (found.resident, found.kept, found.state) == (512 + 1024, 512 + 1024, 768 * (2 + 8))
+    assert device_bytes(profile, planned(profile, ("STREAM", "stage"))).ring == 2 * 1536
 
 
 def test_gradients_count_where_they_are_kept():

@@ -3,6 +3,7 @@
 import contextlib
 import random
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -18,6 +19,7 @@ from memferry_ascend.planner import (
     search,
     simulate,
 )
+from memferry_ascend.planner.moves import Choices
 from tests.planner.exhaustive import best_of_all, every_plan
 from tests.planner.helpers import bert_on_pcie3, layer, profile_of, random_profile
 
@@ -116,6 +118,19 @@ def test_room_for_device_updates_is_used_and_without_a_budget_it_is_not():
     assert {x.update for x in search(profile).layers} == {Update.HOST}
     resident = simulate(profile, Plan(tuple(LayerPlan(x.name) for x in profile.layers))).period
     assert ample.predicted_period < resident
+
+
+def test_what_the_profile_marks_is_no_choice():
+    marked = layer("a", t_update_device=float("inf"), t_bp_grad_direct=2.0)
+    choices = Choices(profile_of(marked, replace(marked, name="b", t_update_device=0.0)), device_updates=True)
+    assert [any(x[2] is Update.DEVICE for x in options) for options in choices.options] == [False, True]
+    assert search(profile_of(marked), 2**40)["a"].update is Update.HOST
+
+
+@pytest.mark.parametrize("reserve", [-0.1, 1.1, float("nan")])
+def test_a_bad_reserve_is_refused(reserve):
+    with pytest.raises(ValueError, match="reserve must be the part"):
+        search(profile_of(layer()), reserve=reserve)
 
 
 def test_a_tight_budget_streams_and_says_what_did_not_fit():

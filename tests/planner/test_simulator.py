@@ -144,10 +144,42 @@ def test_backward_waits_when_short_lived_gradients_have_no_room():
     ends = {label: end for _, end, label in timeline.intervals["d2h"]}
     assert starts["backward a"] == pytest.approx(ends["download c"])
     assert timeline.peak_bytes == device_bytes(profile, plan).total == 3000 + 2000
-    kept = simulate(profile, plan_of(profile, [(Mode.GFGB, "keep", "host")] * 3))
-    assert {label: start for start, _, label in kept.intervals["compute"]}["backward a"] < starts[
-        "backward a"
-    ]
+    for update in ("step", "backward"):
+        kept = simulate(profile, plan_of(profile, [(Mode.GFGB, "keep", "host")] * 3), update)
+        compute = {label: (start, end) for start, end, label in kept.intervals["compute"]}
+        assert compute["backward a"][0] == pytest.approx(compute["backward b"][1])
+
+
+def test_kept_gradients_leave_at_the_step_first_needed_first():
+    """As the engine does: staged ones beside the backward, kept ones when it has ended."""
+    profile = profile_of(whole("a"), whole("b"), link=FREE)
+    both = ("GFGB", "keep")
+    # Up a 2, b 4; a updated 9, uploaded 10, forward 13; b updated 16, uploaded 17, forward 20, backward 25, a 30.
+    assert seconds(profile, both, both) == pytest.approx(30)
+    # b leaves beside a's backward: up a 2, then as before.
+    assert seconds(profile, both, ("GFGB", "stage")) == pytest.approx(30)
+    # a's 2 s are beside nothing: a updated 7, b's kept gradient has arrived meanwhile.
+    assert seconds(profile, ("GFGB", "stage"), both) == pytest.approx(28 + 2)
+    # A long way up: the host waits for it in its order, instead of updating what is needed later.
+    far = profile_of(whole("a"), whole("b"), link=replace(FREE, d2h=100.0))
+    starts = {}
+    timeline = simulate(far, plan_of(far, [(Mode.GFGB, "keep", "host"), (Mode.GFGB, "direct", "host")]))
+    for spans in timeline.intervals.values():
+        starts |= {label: (start, end) for start, end, label in spans}
+    assert starts["download a"] == pytest.approx((0, 10))
+    assert starts["update a"] == pytest.approx((10, 17))
+    assert starts["update b"] == pytest.approx((17, 24))
+    # With update="backward" nothing waits for a step.
+    chosen = {"update": "backward"}
+    assert seconds(profile, both, both, **chosen) == seconds(
+        profile, ("GFGB", "stage"), ("GFGB", "stage"), **chosen
+    )
+
+
+def test_a_device_update_can_be_unusable():
+    profile = profile_of(whole(t_update_device=math.inf), link=FREE)
+    with pytest.raises(ValueError, match=r"layer 'a': update device, but t_update_device is inf"):
+        seconds(profile, ("GFGB", "keep", "device"))
 
 
 def test_the_critical_resource_is_named_and_its_path_sums_to_the_period():
