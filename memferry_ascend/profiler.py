@@ -125,7 +125,7 @@ def measure_base(
         trial.run(marks)
         found = backend.memory_stats().peak - stats.allocated - trial.held_bytes
     backend.reset_peak()
-    return max(0, found)
+    return sizes.coarse(max(0, found))
 
 
 def depends_on(
@@ -232,7 +232,7 @@ class _Profiler:
             if self._late():
                 break
         peak = self.backend.memory_stats().peak
-        self.base_bytes = max(0, peak - self._allocated_before - trial.held_bytes)
+        self.base_bytes = sizes.coarse(max(0, peak - self._allocated_before - trial.held_bytes))
         if self.base_bytes == 0:
             self.notes.append("activations are not counted as device memory here: base_bytes is 0")
         if trial.streamed:

@@ -51,6 +51,13 @@ def parse(text: str | int) -> int:
     return int(Fraction(number.replace("_", "")) * _UNITS[unit.upper()])  # Fraction: exact above 2^53 bytes
 
 
+def coarse(nbytes: int) -> int:
+    """At least `nbytes`, at most a 64th more, and the same for measurements that differ a little: a peak moves by some
+    bytes from one process to the next, and what one of them called the smallest that works must work in the next."""
+    step = 1 << max(0, nbytes.bit_length() - 7)
+    return -(-nbytes // step) * step
+
+
 def fmt(nbytes: int | float) -> str:
     """Bytes for a person, in the largest binary unit that fits: "512 B", "1.50 GiB"."""
     sign, amount = ("-", -nbytes) if nbytes < 0 else ("", nbytes)

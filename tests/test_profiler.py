@@ -15,12 +15,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import memferry_ascend as mf
-from memferry_ascend import profile_cache, profiler, runtime
+from memferry_ascend import arming, profile_cache, profiler, runtime
 from memferry_ascend.backends.base import Capabilities, HostSlab
 from memferry_ascend.backends.cpu import CpuBackend
 from memferry_ascend.layers import collect
 from memferry_ascend.marks import ancestors, attribute
 from memferry_ascend.planner import Profile
+from memferry_ascend.updateprobe import HostUpdates
 
 FP32 = mf.Config(precision="fp32")
 
@@ -397,3 +398,24 @@ def test_parallel_branches_do_not_nest() -> None:
     ]
     spent = attribute(marks, inside)
     assert spent.backward == [6.0, 3.0, 2.0]
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_updates_are_timed_over_as_much_memory_as_the_model_has(count: int, cpu: runtime.Runtime) -> None:
+    """One layer again and again would be timed in the processor's caches."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(count)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    arming.assign_groups([p for layer in collect(model, "bf16", ()) for p in layer.params], optimizer)
+    updates = HostUpdates(collect(model, "bf16", ()), optimizer, cpu.backend, True)
+    try:
+        numel, alike = updates._updates[-1]
+        assert (numel, len(alike)) == (64 * 64, count)
+        assert len({update.memory.state["m"].host.data_ptr() for update, _ in alike}) == count
+        seen: list[int] = []
+        for k, (update, _) in enumerate(alike):
+            update.run = lambda *_, k=k: seen.append(k)
+        for _ in range(2 * count):
+            updates.run_largest()
+        assert sorted(seen[:count]) == list(range(count)) and seen[:count] == seen[count:]
+    finally:
+        updates.close()

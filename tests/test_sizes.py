@@ -82,3 +82,12 @@ def test_errors_are_one_family():
     assert issubclass(ConfigError, ValueError)
     assert "did you mean 'planner'" in str(unknown("key", "planer", ["planner", "update"]))
     assert "did you mean" not in str(unknown("key", "zzz", ["planner", "update"]))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 127, 128, 129, 4_754_699_892, (1 << 40) - 1, 1 << 40])
+def test_coarse_sizes_are_a_little_larger_and_stay(nbytes: int) -> None:
+    found = sizes.coarse(nbytes)
+    assert nbytes <= found <= nbytes + nbytes // 64
+    assert sizes.coarse(found) == found
+    a_little_less = nbytes - nbytes // 1000
+    assert found - sizes.coarse(a_little_less) <= max(1, nbytes // 32)
