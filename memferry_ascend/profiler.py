@@ -308,7 +308,10 @@ class _Profiler:
             updates.close()
         on_device = None
         if placement.device_update_obstacle(self.optimizer) is None:
-            on_device = device_update_rates(self.layers, self.optimizer, self.backend, self.budget)
+            try:
+                on_device = device_update_rates(self.layers, self.optimizer, self.backend, self.budget)
+            except Exception as e:  # a stack without one of its operators, or too little memory
+                self.notes.append(f"updates on the device are not usable here: {type(e).__name__}: {e}")
         self.notes += link.notes
         self.notes.append(
             "gradients written directly are estimated: backward + bytes / bandwidth to the host"

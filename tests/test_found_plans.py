@@ -26,6 +26,7 @@ from memferry_ascend import budget, cli, placement, planning, profile_plan, prof
 from memferry_ascend.arming import assign_groups
 from memferry_ascend.backends.base import DIRECT_KINDS, Capabilities
 from memferry_ascend.backends.cpu import CpuBackend
+from memferry_ascend.deviceupdate import DeviceUpdate
 from memferry_ascend.layers import Layer, collect, distant, units
 from memferry_ascend.limits import RING_SLOTS
 from memferry_ascend.outline import engine_bytes, outline, shared_owners, stand_ins
@@ -510,3 +511,24 @@ def test_the_profiler_measures_device_updates_and_marks_what_the_engine_refuses(
     assert kinds["LayerNorm"]
     assert not any(used for kind, used in kinds.items() if kind not in DIRECT_KINDS)
     assert {x.t_update_device for x in measured(sgd).layers} == {math.inf}
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_device_without_an_operator_of_the_update_gets_none_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MEMFERRY_CACHE", "")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("aclnnLeftShifts not found")
+
+    monkeypatch.setattr(DeviceUpdate, "run", fail)
+    model = direct_model(0)
+    measured = profiler.profile(model, adamw(model.parameters()), batches(1)[0], mf.current())
+    assert {x.t_update_device for x in measured.profile.layers} == {math.inf}
+    assert any("updates on the device are not usable here" in note for note in measured.notes)
+    engine = mf.ferry(model, adamw(model.parameters()), sample_batch=batches(1)[0])
+    assert {x.update for x in engine.plan.layers} == {Update.HOST}
+    engine.model(batches(1)[0]).backward()
+    engine.optimizer.step()
+    engine.close()
