@@ -126,8 +126,9 @@ class Acl:
             f"newer on Atlas A2, A3 or later with a driver to match ({'; '.join(refused)})"
         )
 
-    def allocate(self, nbytes: int, route: str) -> Block:
-        """Zeroed host memory that is mapped into the device's address space, 4 KiB aligned."""
+    def allocate(self, nbytes: int, route: str, shared: str | None = None) -> Block:
+        """Zeroed host memory that is mapped into the device's address space, 4 KiB aligned. `shared`: as in `Pages`, with
+        the route "registered" only."""
         size = align(nbytes, PAGE)
         if not self.has("aclrtHostUnregister") or not (
             self.has("aclrtHostRegisterV2", "aclrtHostGetDevicePointer") or self.has("aclrtHostRegister")
@@ -136,7 +137,7 @@ class Acl:
         self.bind()
         what = f"host memory: {sizes.fmt(nbytes)}"
         if route == "registered":
-            pages = Pages(size)
+            pages = Pages(size, shared)
             try:
                 address = pages.tensor.data_ptr()
                 return Block(size, pages.tensor, address, self._register(address, size, what), pages=pages)

@@ -17,6 +17,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,6 +39,7 @@ from memferry_ascend.backends.base import (
     Stream,
     align,
 )
+from memferry_ascend.backends.hostmem import Pages, forget
 from memferry_ascend.errors import FerryError
 
 _OVERREAD = 32
@@ -150,6 +152,8 @@ class AscendBackend(Backend):
         self._driver, self._jobs_note = self._load_driver()
         self.coherence_failure = ascend_probe.incoherence(self)
         self._capabilities: Capabilities | None = None
+        self._sharing: str | None = None
+        """`sharing_failure`, "" for None, once it has been tried."""
 
     @property
     def coherent(self) -> bool:
@@ -175,16 +179,12 @@ class AscendBackend(Backend):
 
     # -- memory ----------------------------------------------------------------------------------------------------
     def alloc_host(self, nbytes: int, *, mapped: bool, shared: str | None = None) -> HostSlab:
-        if shared is not None:
-            raise NotSupported(
-                "the ascend backend cannot yet register memory shared between ranks: with several ranks plan layers as GFGB"
-            )
+        if shared is not None and self.route != "registered":
+            raise NotSupported(f"ascend: {self._sharing_needs()}")
         if not mapped:
-            from memferry_ascend.backends.hostmem import Pages
-
             pages = Pages(align(nbytes, 4096))
             return HostSlab(nbytes, pages.tensor[:nbytes], None, pages)
-        block = self.acl.allocate(nbytes + _OVERREAD, self.route)
+        block = self.acl.allocate(nbytes + _OVERREAD, self.route, shared)
         try:
             device = self._view(block)
         except BaseException:
@@ -194,6 +194,22 @@ class AscendBackend(Backend):
         if block.device_address != block.address:
             self._alias.add(block.device_address, block.nbytes)
         return HostSlab(nbytes, block.host[:nbytes], device[:nbytes], block)
+
+    def _sharing_needs(self) -> str:
+        return (
+            f"ranks share host memory that is registered where it is, and this device uses the route {self.route!r}; set "
+            "MEMFERRY_ASCEND_ROUTE=registered"
+        )
+
+    def sharing_failure(self) -> str | None:
+        """Layer kinds are tried on memory of the chosen route, so ranks share memory of no other."""
+        if self.route != "registered":
+            return self._sharing_needs()
+        if self._sharing is None:
+            name = f"memferry-try-{secrets.token_hex(8)}"
+            self._sharing = ascend_probe.incoherence(self, shared=name) or ""
+            forget(name)
+        return self._sharing or None
 
     def _view(self, block: Block) -> torch.Tensor:
         """A uint8 NPU tensor over a block, in ND format. torch's own constructor makes a storage without torch_npu's
