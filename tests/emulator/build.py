@@ -3,9 +3,9 @@
     python tests/emulator/build.py [--wheel]
 
 Compiles runtime/ into libascendcl.so, operators/ into libopapi.so, collectives/ into libhccl.so, and the empty
-libraries that torch_npu names at load. Nothing is done when no source, compiler or torch changed. `--wheel` first installs torch_npu
-(without its dependencies, and away from the main environment: torch would load it on import and fail where
-CANN is missing).
+libraries that torch_npu names at load. Nothing is done when no source, compiler or torch changed. `--wheel` first
+installs torch_npu (without its dependencies, and away from the main environment: torch would load it on import
+and fail where CANN is missing).
 """
 
 from __future__ import annotations
@@ -95,9 +95,7 @@ def missing_calls(provided: set[str]) -> list[str]:
     package = SITE / "torch_npu"
     users = [package / name for name in USERS] + list(package.glob("_C*.so"))
     wanted = set().union(*(symbols(user, "--undefined-only") for user in users))
-    cann = {
-        name for name in wanted if name.startswith(("acl", "Msprof")) or name[:3] in {"rtG", "rtK"}
-    }
+    cann = {name for name in wanted if name.startswith(("acl", "Msprof")) or name[:3] in {"rtG", "rtK"}}
     cann |= wanted & {"rtDevBinaryRegister", "rtFunctionRegister"}
     return sorted(cann - provided)
 

@@ -94,6 +94,11 @@ def different(what: str) -> str:
         mf.__version__ = version
 
 
+def one_mode(modes: str) -> str:
+    """What a device says of a plan that its ranks cannot run."""
+    return _message(lambda: _engine(make_model(0), modes).close())
+
+
 def whole_parameters_only() -> str:
     """An optimizer that looks at a parameter's matrix."""
 
@@ -302,18 +307,19 @@ def no_sync_travels_once(modes: str) -> dict[str, Any]:
 def edits(modes: str, precision: str) -> dict[str, Any]:
     """Edit, load, zero and go on; every rank does the same."""
     engine = _engine(make_model(2), modes, precision=precision)
-    engine.model(rows_of(0)).backward()
+    device = runtime.current().backend.device
+    engine.model(rows_of(0).to(device)).backward()
     engine.optimizer.step()
     with engine.edit() as model, torch.no_grad():
         for p in model.parameters():
             p.view(-1)[::3].mul_(0.5)
     edited = engine.state_dict()["model"]
-    engine.model(rows_of(1)).backward()
+    engine.model(rows_of(1).to(device)).backward()
     engine.optimizer.zero_grad()  # discarded on all ranks
-    engine.model(rows_of(2)).backward()
+    engine.model(rows_of(2).to(device)).backward()
     engine.optimizer.step()
     engine.model.load_state_dict(edited)
-    loss = float(engine.model(rows_of(3)).detach())
+    loss = float(engine.model(rows_of(3).to(device)).detach())
     optimizer = engine.optimizer.state_dict()
     engine.optimizer.load_state_dict(optimizer)
     state = engine.state_dict()
@@ -413,6 +419,21 @@ def searched() -> dict[str, Any]:
     plan = [(x.name, str(x.mode), str(x.grad), str(x.update)) for x in engine.plan.layers]
     engine.close()
     return {"fabric": engine.profile.fabric, "plan": plan, "period": engine.plan.predicted_period}
+
+
+def planned() -> list[str]:
+    """The rules' modes, each layer a unit, run for two steps."""
+    model = make_model(1)
+    with small_units(1):
+        engine = mf.ferry(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-2), config=mf.Config(precision="fp32")
+        )
+    for step in range(2):
+        engine.model(rows_of(step).to(runtime.current().backend.device)).backward()
+        engine.optimizer.step()
+    modes = [str(x.mode) for x in engine.plan.layers]
+    engine.close()
+    return modes
 
 
 def nodes(ranks_per_node: int) -> tuple[int, int, int, list[int]]:
