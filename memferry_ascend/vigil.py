@@ -56,18 +56,18 @@ class Vigil:
             error = closed
         self.heard = error
         self.fail()
-        self._ranks.abort()
-        if not self._device_ends().wait(GRACE):
+        if not self._device_ends(self._ranks.abort).wait(GRACE):
             # Past sys.stderr, which torch replaces while it prints a traceback.
             os.write(2, f"memferry: {self._ranks.explain(error)}\n".encode())
             _end()
 
-    def _device_ends(self) -> threading.Event:
-        """Set when the device has done what it has now."""
+    def _device_ends(self, before: Callable[[], None] = lambda: None) -> threading.Event:
+        """Set when the device has done what it has now, after `before`, which may not return either."""
         done = threading.Event()
 
         def wait() -> None:
             with suppress(Exception):
+                before()
                 self._synchronize()
             done.set()
 

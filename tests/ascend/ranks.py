@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -57,12 +58,18 @@ def learn(cache: Path, routes: Collection[str]) -> None:
         emulator.run(["-c", call], environ=environ)
 
 
+def end_with_parent() -> None:
+    """Tests that are stopped leave nothing running."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def run(starts: Sequence[tuple[int, str, str]], jitter: int) -> int:
     """In the emulated process: fork the ranks of all worlds and wait."""
     from parallel import world
 
     def one(route: str, folder: str) -> Callable[[int], int]:
         def main(rank: int) -> int:
+            end_with_parent()
             os.environ |= {"EMU_JITTER": f"{jitter}:{rank + 1}", "MEMFERRY_ASCEND_ROUTE": route}
             ctypes.CDLL("libascendcl.so").emuReadSettings()
             return world.main(Path(folder))
@@ -86,6 +93,7 @@ def endings(folder: str, kinds: Sequence[str]) -> int:
         for rank in range(2):
             pid = os.fork()
             if pid == 0:
+                end_with_parent()
                 os.environ.update(torchrun_environment(rank, 2, port))
                 out = os.open(f"{folder}/{kind}-{rank}.txt", os.O_WRONLY | os.O_CREAT)
                 os.dup2(out, 1), os.dup2(out, 2)
@@ -103,8 +111,6 @@ def endings(folder: str, kinds: Sequence[str]) -> int:
 def script(kind: str) -> None:
     """A training program. At its third step rank 1 is `killed` before it gathers what it updated, which leaves the other
     rank's device waiting for it, or `raises`; `unclosed` ends without closing anything."""
-    import signal
-
     from harness import make_model, small_units
     from parallel.world import plan_for, rows_of
 
@@ -128,3 +134,12 @@ def script(kind: str) -> None:
         loss.backward()
         engine.optimizer.step()
     print("the end", flush=True)
+
+
+# -- `memferry train`, killed and resumed -------------------------------------------------------------------------------
+def trained(size: int, folder: str) -> int:
+    """parallel/train_tiny.py in the emulated process."""
+    from parallel import train_tiny
+
+    sys.argv = ["train_tiny", str(size), folder]
+    return train_tiny.main()

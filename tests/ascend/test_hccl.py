@@ -423,3 +423,31 @@ def test_programs_that_close_nothing_end_well(endings: Path) -> None:
         assert code == 0, said
         assert said.rstrip().endswith("the end")
         assert said.count("loss") == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 5))
+def test_deaths_at_random_points(tmp_path: Path, profile_cache: Path, seed: int) -> None:
+    """`memferry train` on three ranks: one is killed, the others are gone in time, and the resumed job ends as one that
+    was left alone."""
+
+    def on_npu(run: test_train.Run) -> test_train.Run:
+        return ["ascend" if word == "cpu" else word for word in run[0]], run[1]
+
+    death = test_train.Death(tmp_path, seed)
+    whole: test_train.Run = (test_train.words(tmp_path, "whole", "--steps", str(test_train.STEPS)), {})
+    folder = tmp_path / "forked"
+    folder.mkdir()
+    (folder / "runs.json").write_text(json.dumps([on_npu(run) for run in (whole, *death.runs)]))
+    ranks.learn(profile_cache, ["unified"])
+    environ = {"MEMFERRY_CACHE": str(profile_cache), "MEMFERRY_BACKEND": "ascend"}
+    emulator.run(ranks.program(f"trained(3, {str(folder)!r})"), devices=3, environ=environ)
+    (first, _), (codes, seconds), (resumed, _) = json.loads((folder / "results.json").read_text())
+    said = [(folder / f"1-rank-{r}.txt").read_text() for r in range(3)]
+    assert first == resumed == [0, 0, 0], said
+    assert codes[death.victim] == -signal.SIGKILL
+    for rank in {0, 1, 2} - {death.victim}:
+        assert codes[rank] in (1, 2), said[rank]
+        assert f"memferry: rank {rank} of 3 stops: another rank failed" in said[rank]
+    assert seconds < test_train.BOUND
+    assert test_train.recorded(death.out) == test_train.recorded(tmp_path / "whole")

@@ -28,6 +28,11 @@ def _message(call: Any) -> str:
     return "no error"
 
 
+def _there(t: torch.Tensor) -> torch.Tensor:
+    """On this rank's device."""
+    return t.to(runtime.current().backend.device)
+
+
 def _engine(model: nn.Module, modes: str = "random", unit_bytes: int = 1500, **config: Any) -> mf.Engine:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     with small_units(unit_bytes):
@@ -213,7 +218,7 @@ def branches(modes: str, update: str = "step", twice: bool = False, delays: floa
         rt.backend.disturb = RankDelays(rt.rank, 1, delays)
     for step in range(4):
         g = torch.Generator().manual_seed(step)
-        x = torch.randn(4, 8, generator=g)
+        x = _there(torch.randn(4, 8, generator=g))
         branch = "left" if rt.rank == 0 or step >= 2 else "right"
         loss = engine.model(x, branch)
         if twice:
@@ -246,7 +251,7 @@ def meetings(modes: str) -> dict[str, Any]:
     assert rt.ranks is not None
     engine = _engine(Tail(), modes, unit_bytes=1)
     for step in range(3):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        x = _there(torch.randn(4, 8, generator=torch.Generator().manual_seed(step)))
         loss = engine.model(x.requires_grad_(rt.rank == 1), "left" if rt.rank == 0 else "right")
         rt.ranks.barrier()
         loss.backward()
@@ -270,7 +275,7 @@ def tiny(modes: str) -> dict[str, Any]:
 
     engine = _engine(Two(), modes)
     for step in range(3):
-        engine.model(torch.full((2,), 1.0 + step)).backward()
+        engine.model(_there(torch.full((2,), 1.0 + step))).backward()
         engine.optimizer.step()
     state = engine.state_dict()
     engine.close()
@@ -307,19 +312,18 @@ def no_sync_travels_once(modes: str) -> dict[str, Any]:
 def edits(modes: str, precision: str) -> dict[str, Any]:
     """Edit, load, zero and go on; every rank does the same."""
     engine = _engine(make_model(2), modes, precision=precision)
-    device = runtime.current().backend.device
-    engine.model(rows_of(0).to(device)).backward()
+    engine.model(_there(rows_of(0))).backward()
     engine.optimizer.step()
     with engine.edit() as model, torch.no_grad():
         for p in model.parameters():
             p.view(-1)[::3].mul_(0.5)
     edited = engine.state_dict()["model"]
-    engine.model(rows_of(1).to(device)).backward()
+    engine.model(_there(rows_of(1))).backward()
     engine.optimizer.zero_grad()  # discarded on all ranks
-    engine.model(rows_of(2).to(device)).backward()
+    engine.model(_there(rows_of(2))).backward()
     engine.optimizer.step()
     engine.model.load_state_dict(edited)
-    loss = float(engine.model(rows_of(3).to(device)).detach())
+    loss = float(engine.model(_there(rows_of(3))).detach())
     optimizer = engine.optimizer.state_dict()
     engine.optimizer.load_state_dict(optimizer)
     state = engine.state_dict()
@@ -336,7 +340,7 @@ def save_and_go_on(folder: str, modes: str, precision: str = "bf16") -> dict[str
 
     def steps(first: int) -> None:
         for step in (first, first + 1):
-            engine.model(rows_of(step)[rt.rank * each : (rt.rank + 1) * each]).backward()
+            engine.model(_there(rows_of(step)[rt.rank * each : (rt.rank + 1) * each])).backward()
             engine.optimizer.step()
 
     steps(0)
@@ -360,7 +364,7 @@ def load_and_go_on(folder: str, modes: str, precision: str = "bf16", steps: int 
     rt = runtime.current()
     each = ROWS // rt.world
     for step in range(2, 2 + steps):
-        engine.model(rows_of(step)[rt.rank * each : (rt.rank + 1) * each]).backward()
+        engine.model(_there(rows_of(step)[rt.rank * each : (rt.rank + 1) * each])).backward()
         engine.optimizer.step()
     state = engine.state_dict()
     engine.close()
@@ -429,7 +433,7 @@ def planned() -> list[str]:
             model, torch.optim.AdamW(model.parameters(), lr=1e-2), config=mf.Config(precision="fp32")
         )
     for step in range(2):
-        engine.model(rows_of(step).to(runtime.current().backend.device)).backward()
+        engine.model(_there(rows_of(step))).backward()
         engine.optimizer.step()
     modes = [str(x.mode) for x in engine.plan.layers]
     engine.close()
