@@ -160,7 +160,7 @@ class ShardedResident(Resident):
     def last_value(self, p: Param) -> torch.Tensor:
         if self.gathered:
             return self.rest[p.index].detach().to("cpu", copy=True)
-        return self.memory.host_param(p).clone()
+        return self.memory.host_param(p).detach().clone()  # its device face may be no copy's operand
 
     def _rest(self, p: Param) -> torch.Tensor:
         if self.gathered:  # also what rides along to be read in place: the whole unit is here only

@@ -35,7 +35,6 @@ from memferry_ascend.backends.base import (
     Event,
     HostSlab,
     MemoryStats,
-    NotSupported,
     Stream,
     align,
 )
@@ -179,12 +178,11 @@ class AscendBackend(Backend):
 
     # -- memory ----------------------------------------------------------------------------------------------------
     def alloc_host(self, nbytes: int, *, mapped: bool, shared: str | None = None) -> HostSlab:
-        if shared is not None and self.route != "registered":
-            raise NotSupported(f"ascend: {self._sharing_needs()}")
         if not mapped:
             pages = Pages(align(nbytes, 4096))
             return HostSlab(nbytes, pages.tensor[:nbytes], None, pages)
-        block = self.acl.allocate(nbytes + _OVERREAD, self.route, shared)
+        several = Pages(align(nbytes + _OVERREAD, 4096), shared) if shared else None
+        block = self.acl.allocate(nbytes + _OVERREAD, self.route, several)
         try:
             device = self._view(block)
         except BaseException:
@@ -195,16 +193,8 @@ class AscendBackend(Backend):
             self._alias.add(block.device_address, block.nbytes)
         return HostSlab(nbytes, block.host[:nbytes], device[:nbytes], block)
 
-    def _sharing_needs(self) -> str:
-        return (
-            f"ranks share host memory that is registered where it is, and this device uses the route {self.route!r}; set "
-            "MEMFERRY_ASCEND_ROUTE=registered"
-        )
-
     def sharing_failure(self) -> str | None:
-        """Layer kinds are tried on memory of the chosen route, so ranks share memory of no other."""
-        if self.route != "registered":
-            return self._sharing_needs()
+        """Shared pages are registered where they are, whatever the route of other memory."""
         if self._sharing is None:
             name = f"memferry-try-{secrets.token_hex(8)}"
             self._sharing = ascend_probe.incoherence(self, shared=name) or ""

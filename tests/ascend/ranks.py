@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ import torch
 
 TESTS = Path(__file__).resolve().parents[1]
 Cases = list[tuple[str, dict[str, Any]]]
-Worlds = Sequence[tuple[int, str, Cases, Path]]
-"""Ranks, the route of their host memory, what they run, and where results go."""
+Worlds = Sequence[tuple[int, dict[str, str], Cases, Path]]
+"""Ranks, what is in their environment besides, what they run, and where results go."""
 
 
 def program(call: str) -> list[str]:
@@ -33,8 +33,8 @@ def launch(worlds: Worlds, cache: Path, jitter: int = 0) -> list[list[list[Any]]
     """Results by world, case and rank. One task in eight waits up to `jitter` microseconds."""
     for _, _, cases, folder in worlds:
         (folder / "cases.json").write_text(json.dumps(cases))
-    learn(cache, {route for _, route, _, _ in worlds})
-    starts = [(size, route, str(folder)) for size, route, _, folder in worlds]
+    learn(cache)
+    starts = [(size, more, str(folder)) for size, more, _, folder in worlds]
     said = emulator.run(
         program(f"run({starts!r}, {jitter})"),
         devices=4,
@@ -50,12 +50,10 @@ def launch(worlds: Worlds, cache: Path, jitter: int = 0) -> list[list[list[Any]]
     return out
 
 
-def learn(cache: Path, routes: Collection[str]) -> None:
+def learn(cache: Path) -> None:
     """What the device can do goes into the cache, so that not every rank tries it."""
-    call = "__import__('memferry_ascend').init(backend='ascend').backend.capabilities() and 0"
-    for route in routes:
-        environ = {"MEMFERRY_CACHE": str(cache), "MEMFERRY_ASCEND_ROUTE": route}
-        emulator.run(["-c", call], environ=environ)
+    call = "__import__('memferry_ascend').init(backend='ascend').backend.capabilities()"
+    emulator.run(["-c", call], environ={"MEMFERRY_CACHE": str(cache)})
 
 
 def end_with_parent() -> None:
@@ -63,20 +61,20 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def run(starts: Sequence[tuple[int, str, str]], jitter: int) -> int:
+def run(starts: Sequence[tuple[int, dict[str, str], str]], jitter: int) -> int:
     """In the emulated process: fork the ranks of all worlds and wait."""
     from parallel import world
 
-    def one(route: str, folder: str) -> Callable[[int], int]:
+    def one(more: dict[str, str], folder: str) -> Callable[[int], int]:
         def main(rank: int) -> int:
             end_with_parent()
-            os.environ |= {"EMU_JITTER": f"{jitter}:{rank + 1}", "MEMFERRY_ASCEND_ROUTE": route}
+            os.environ |= {"EMU_JITTER": f"{jitter}:{rank + 1}"} | more
             ctypes.CDLL("libascendcl.so").emuReadSettings()
             return world.main(Path(folder))
 
         return main
 
-    pids = [pid for size, route, folder in starts for pid in world.start(size, one(route, folder))]
+    pids = [pid for size, more, folder in starts for pid in world.start(size, one(more, folder))]
     return max(map(abs, world.wait(pids)))
 
 
