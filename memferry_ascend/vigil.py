@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,8 @@ class Vigil:
 
     def __init__(self, ranks: Ranks, synchronize: Callable[[], None]) -> None:
         self._ranks, self._synchronize = ranks, synchronize
-        self._group = dist.new_group(backend="gloo", timeout=_NEVER)
+        # Used past torch.distributed's functions: it serves until the end, also when the program destroys its groups.
+        self._group: Any = dist.new_group(backend="gloo", timeout=_NEVER)
         self.heard: BaseException | None = None
         """What told that another rank has failed."""
         self._lock, self._told = threading.Lock(), False
@@ -49,7 +50,7 @@ class Vigil:
         word = torch.zeros(1, dtype=torch.uint8)
         error: BaseException = RuntimeError("another rank has failed")
         try:
-            dist.recv(word, src=(self._ranks.rank + 1) % self._ranks.size, group=self._group)
+            self._group.recv([word], (self._ranks.rank + 1) % self._ranks.size, 0).wait()
             if int(word) == _LEAVES:
                 return
         except RuntimeError as closed:
@@ -81,7 +82,7 @@ class Vigil:
             self._told = True
         with suppress(Exception):  # there may be nobody left to hear it
             listener = (self._ranks.rank - 1) % self._ranks.size
-            dist.send(torch.tensor([word], dtype=torch.uint8), dst=listener, group=self._group)
+            self._group.send([torch.tensor([word], dtype=torch.uint8)], listener, 0).wait()
 
     def fail(self) -> None:
         """This rank has failed, or has heard of one that has."""

@@ -108,7 +108,8 @@ def endings(folder: str, kinds: Sequence[str]) -> int:
 
 def script(kind: str) -> None:
     """A training program. At its third step rank 1 is `killed` before it gathers what it updated, which leaves the other
-    rank's device waiting for it, or `raises`; `unclosed` ends without closing anything."""
+    rank's device waiting for it, or `raises`. `unclosed` ends without closing anything; of `destroyed` rank 0 outlives its
+    process groups and rank 1."""
     from harness import make_model, small_units
     from parallel.world import plan_for, rows_of
 
@@ -131,6 +132,13 @@ def script(kind: str) -> None:
         print("loss", float(loss.detach()), flush=True)
         loss.backward()
         engine.optimizer.step()
+    if kind == "destroyed":
+        engine.close()
+        torch.distributed.destroy_process_group()
+        assert rt.ranks is not None and rt.ranks._vigil is not None
+        if rt.rank == 0:
+            rt.ranks._vigil._thread.join()  # rank 1 has ended
+            assert rt.ranks._vigil.heard is None
     print("the end", flush=True)
 
 

@@ -387,7 +387,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory, profile_cache: Path) -> Pa
     if emulator.why_not():
         pytest.skip(emulator.why_not() or "")
     folder = tmp_path_factory.mktemp("endings")
-    kinds = ["killed", "raises", "unclosed"]
+    kinds = ["killed", "raises", "unclosed", "destroyed"]
     ranks.learn(profile_cache)
     environ = {"MEMFERRY_CACHE": str(profile_cache)}
     emulator.run(ranks.program(f"endings({str(folder)!r}, {kinds!r})"), timeout=240.0, environ=environ)
@@ -420,8 +420,10 @@ def test_a_rank_that_raises_ends_the_others_with_its_reason(endings: Path) -> No
     assert "first cause: rank 1: the data set of rank 1 is damaged" in said
 
 
-def test_programs_that_close_nothing_end_well(endings: Path) -> None:
-    for code, _, said in ending(endings, "unclosed"):
+@pytest.mark.parametrize("kind", ["unclosed", "destroyed"])
+def test_programs_end_well(endings: Path, kind: str) -> None:
+    """Also one that closes nothing, and one that goes on alone after its groups: nobody's end is taken for a failure."""
+    for code, _, said in ending(endings, kind):
         assert code == 0, said
         assert said.rstrip().endswith("the end")
         assert said.count("loss") == 5
