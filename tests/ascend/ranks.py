@@ -5,6 +5,7 @@ All processes are forked from one that has imported torch_npu. Every rank's stre
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -108,8 +109,8 @@ def endings(folder: str, kinds: Sequence[str]) -> int:
 
 def script(kind: str) -> None:
     """A training program. At its third step rank 1 is `killed` before it gathers what it updated, which leaves the other
-    rank's device waiting for it, or `raises`. `unclosed` ends without closing anything; of `destroyed` rank 0 outlives its
-    process groups and rank 1."""
+    rank's device waiting for it, or is killed `late`, when the other's device is free, or `raises`. `unclosed` ends without
+    closing anything; of `destroyed` rank 0 outlives its process groups and rank 1."""
     from harness import make_model, small_units
     from parallel.world import plan_for, rows_of
 
@@ -123,19 +124,35 @@ def script(kind: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with small_units(1500):
         engine = mf.ferry(model, optimizer, config=mf.Config(precision="fp32"), plan=plan_for(model, "GFGB"))
-    for step in range(5):
-        if step == 2 and rt.rank == 1 and kind == "killed":
-            sharded_units.ShardedResident.spread = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-        if step == 2 and rt.rank == 1 and kind == "raises":
-            raise ValueError("the data set of rank 1 is damaged")
-        loss = engine.model(rows_of(step).to(rt.backend.device))
-        print("loss", float(loss.detach()), flush=True)
-        loss.backward()
-        engine.optimizer.step()
+    assert rt.ranks is not None and rt.ranks._vigil is not None
+
+    def close() -> None:
+        with contextlib.suppress(mf.FerryError):  # what had failed before
+            engine.close()
+        print("closed", flush=True)
+
+    with contextlib.ExitStack() as stack:
+        if kind == "late":
+            stack.callback(close)
+        for step in range(5):
+            if step == 2 and rt.rank == 1:
+                if kind == "killed":
+                    sharded_units.ShardedResident.spread = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+                elif kind == "late":
+                    engine.synchronize()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                elif kind == "raises":
+                    raise ValueError("the data set of rank 1 is damaged")
+            elif step == 2 and kind == "late":
+                engine.synchronize()
+                rt.ranks._vigil._thread.join()  # has heard of it, and found the device free
+            loss = engine.model(rows_of(step).to(rt.backend.device))
+            print("loss", float(loss.detach()), flush=True)
+            loss.backward()
+            engine.optimizer.step()
     if kind == "destroyed":
         engine.close()
         torch.distributed.destroy_process_group()
-        assert rt.ranks is not None and rt.ranks._vigil is not None
         if rt.rank == 0:
             rt.ranks._vigil._thread.join()  # rank 1 has ended
             assert rt.ranks._vigil.heard is None

@@ -239,6 +239,8 @@ COLLECTIVES: ranks.Cases = [
     (f"collectives:{name}", {}) for name in ("reductions", "moves", "in_stream_order")
 ]
 CLIPPED = {"micro": 2, "config": {"precision": "bf16", "max_grad_norm": 0.05}}
+LAST: dict[str, ranks.Cases] = {"two": [("parallel.cases:gives_up", {})]}
+"""Afterwards ranks are not at one place."""
 SLOW = {"delays": 0.002, "unit_bytes": 1}
 """Hand-overs wait, longer on one rank, and every layer is a unit."""
 
@@ -298,7 +300,11 @@ def worlds(tmp_path_factory: pytest.TempPathFactory, profile_cache: Path) -> dic
         (
             size,
             more,
-            BESIDES[name] + [("train", {"steps": 3} | run) for group in groups for run in group],
+            [
+                *BESIDES[name],
+                *(("train", {"steps": 3} | run) for group in groups for run in group),
+                *LAST.get(name, []),
+            ],
             tmp_path_factory.mktemp(name),
         )
         for name, (size, more, groups) in TRAINED.items()
@@ -356,6 +362,12 @@ def test_ranks_edit_memory_that_they_share(worlds: dict[str, World]) -> None:
     assert same(first, other)
 
 
+def test_nobody_waits_for_a_rank_that_has_given_up(worlds: dict[str, World]) -> None:
+    said, other = worlds["two"].trained[-1]
+    assert other == "gave up"
+    assert "first cause: rank 1: the disk with the text is full" in said
+
+
 # -- programs ----------------------------------------------------------------------------------------------------------
 def test_train_under_torchrun_equals_gloo_on_the_cpu(tmp_path: Path, profile_cache: Path) -> None:
     words = test_train.words(tmp_path, "cpu", "--steps", "4")
@@ -387,7 +399,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory, profile_cache: Path) -> Pa
     if emulator.why_not():
         pytest.skip(emulator.why_not() or "")
     folder = tmp_path_factory.mktemp("endings")
-    kinds = ["killed", "raises", "unclosed", "destroyed"]
+    kinds = ["killed", "raises", "late", "unclosed", "destroyed"]
     ranks.learn(profile_cache)
     environ = {"MEMFERRY_CACHE": str(profile_cache)}
     emulator.run(ranks.program(f"endings({str(folder)!r}, {kinds!r})"), timeout=240.0, environ=environ)
@@ -418,6 +430,15 @@ def test_a_rank_that_raises_ends_the_others_with_its_reason(endings: Path) -> No
     assert raised == code == 1
     assert "ValueError: the data set of rank 1 is damaged" in reason
     assert "first cause: rank 1: the data set of rank 1 is damaged" in said
+
+
+def test_nothing_is_queued_that_would_wait_for_a_rank_that_was_killed(endings: Path) -> None:
+    """Else closing the engine would wait for the device, which nobody watches any more."""
+    (code, _, said), (killed, _, _) = ending(endings, "late")
+    assert killed == -signal.SIGKILL
+    assert code == 1
+    assert "PeerError: rank 0 of 2 stops: another rank failed; rank 1 no longer answers" in said
+    assert "closed" in said
 
 
 @pytest.mark.parametrize("kind", ["unclosed", "destroyed"])

@@ -450,6 +450,26 @@ def nodes(ranks_per_node: int) -> tuple[int, int, int, list[int]]:
     return ranks.node, ranks.nodes, ranks.index, ranks.members
 
 
+def gives_up() -> str:
+    """Rank 1 says that it stops, and stays until the others have noticed."""
+    rt, store = runtime.current(), parallel._store()
+    others = [f"noticed/{r}" for r in range(rt.world) if r != 1]
+    engine = _engine(make_model(0), "GFGB")
+    engine.model(_there(rows_of(0))).backward()
+    if rt.rank == 1:
+        runtime.announce(OSError("the disk with the text is full"))
+        store.wait(others)
+        said = "gave up"
+    else:
+        said = _message(engine.optimizer.step)
+    with contextlib.suppress(mf.FerryError):
+        engine.close()
+    store.set(f"noticed/{rt.rank}", "1")
+    if rt.rank == 0:  # holds the store
+        store.wait([*others, "noticed/1"])
+    return said
+
+
 def fails_alone(folder: str) -> str:
     """Rank 1's update fails; the others must name it."""
     rt = runtime.current()
