@@ -102,8 +102,8 @@ class Lane:
 
     def wait(self, work: Any) -> None:
         """Lane's thread: a collective's result is there, or is ordered before what this thread's stream runs next."""
-        if self._backend.device.type == "cpu" or self._ranks.staged:
-            future = work.get_future()
+        future = work.get_future()
+        if not future.done():  # on a device it is as soon as the collective is queued
             future.add_done_callback(lambda _f: self._worker.notify())
             while not self._worker.wait_for(lambda: future.done() or self._closing, LOOK):
                 self._ranks.look()
@@ -118,6 +118,7 @@ class Lane:
                 self._worker.wait_for(lambda: len(self._jobs) > 0 or self._closing)
                 if self._closing:
                     return
+                self._ranks.check()
                 self._jobs.popleft()()
             except BaseException as e:
                 if self._closing and isinstance(e, Abandoned):

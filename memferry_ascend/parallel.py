@@ -22,7 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from memferry_ascend.backends.base import Backend
 from memferry_ascend.errors import ConfigError, FerryError, PeerError
+from memferry_ascend.vigil import Vigil
 
 PATIENCE = 5.0
 """Seconds that ranks give each other to say they are alive once one of them has found a peer missing, and that the rank
@@ -53,9 +55,9 @@ class Ranks:
     made = False
     """The default process group is ours."""
 
-    def __init__(self, device: torch.device, local_size: int | None = None) -> None:
+    def __init__(self, backend: Backend, local_size: int | None = None) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.device = device
+        self.device = device = backend.device
         self.main = dist.new_group(backend="gloo")
         nodes = self._nodes(local_size)
         mine = next(members for members in nodes if self.rank in members)
@@ -64,6 +66,8 @@ class Ranks:
         wanted = os.environ.get(COLLECTIVES, "")
         kind = "gloo" if device.type == "cpu" or wanted == "gloo" else _device_backend(device)
         self.staged = kind == "gloo" and device.type != "cpu"
+        self.on_device = kind != "gloo"
+        """Collectives are queued on the device: the host learns of a missing peer from nothing but gloo."""
         self._by_node, self._kind = nodes, kind
         self.shard, self.loads = self._near_group(kind), self._near_group(kind)
         self.near, self.meeting = self._near_group("gloo"), self._near_group("gloo")
@@ -76,6 +80,7 @@ class Ranks:
             if i == self.index:
                 self.across = group
         self._failing, self._said = threading.Lock(), ""
+        self._vigil = Vigil(self, backend.synchronize) if self.on_device else None
         self._excepthook = sys.excepthook
         sys.excepthook = self._uncaught
 
@@ -205,8 +210,14 @@ class Ranks:
     # -- failures ------------------------------------------------------------------------------------------------------
     def look(self) -> None:
         """Raise if another rank has said that it stops."""
+        self.check()
         if _store().check([_FAILED]):
             raise RuntimeError("another rank has stopped")
+
+    def check(self) -> None:
+        """Raise if the vigil has heard that another rank has failed: nothing more may be queued that waits for it."""
+        if self._vigil is not None and self._vigil.heard is not None:
+            raise self._vigil.heard
 
     def explained(self) -> _Explained:
         """A block in which torch.distributed's errors become one that says who failed and why."""
@@ -222,7 +233,9 @@ class Ranks:
             store.compare_set("memferry/cause", "", f"rank {self.rank}: {text}"[:2000])
             store.set(_FAILED, "1")
         except Exception:
-            return  # the store went with rank 0: its peers will say so
+            pass  # the store went with rank 0: its peers will say so
+        if self._vigil is not None:
+            self._vigil.fail()
 
     def explain(self, error: BaseException) -> PeerError:
         """What to raise when a collective failed: the first cause, and who is gone. Threads that find out one after the
@@ -265,7 +278,7 @@ class Ranks:
 
     def abort(self) -> None:
         """Unblock device kernels that wait for a rank that is gone."""
-        if self.device.type == "cpu" or self.staged:
+        if not self.on_device:
             return
         for group in {self.shard, self.loads, self.across}:
             try:
@@ -282,10 +295,14 @@ class Ranks:
         while its threads still listen to them. Groups that the user made stay."""
         if self.made:
             self.barrier()
+            if self._vigil is not None:
+                self._vigil.join()
             dist.destroy_process_group()
 
     def close(self) -> None:
         """Undo what concerns this process only; the groups go with the process."""
+        if self._vigil is not None:
+            self._vigil.leave()
         if sys.excepthook == self._uncaught:
             sys.excepthook = self._excepthook
 
@@ -333,7 +350,7 @@ def _device_backend(device: torch.device) -> str:
     return {"cuda": "nccl", "npu": "hccl"}.get(device.type, "gloo")
 
 
-def connect(device: torch.device) -> Ranks | None:
+def connect(backend: Backend) -> Ranks | None:
     """Join the other processes that torchrun started; None when there is only one.
 
     Uses the default process group if the user has made one, else makes it from torchrun's environment.
@@ -348,6 +365,7 @@ def connect(device: torch.device) -> Ranks | None:
                 "data parallel: this build of torch has no torch.distributed; install one that has"
             )
         return None
+    device = backend.device
     made = not dist.is_initialized()
     if made:
         if size <= 1:
@@ -372,6 +390,6 @@ def connect(device: torch.device) -> Ranks | None:
     forced = os.environ.get("MEMFERRY_RANKS_PER_NODE")
     if local is not None and int(local) < 1:
         raise ConfigError(f"data parallel: LOCAL_WORLD_SIZE is {local}; expected at least 1")
-    ranks = Ranks(device, int(forced) if forced else None)
+    ranks = Ranks(backend, int(forced) if forced else None)
     ranks.made = made
     return ranks

@@ -114,14 +114,16 @@ def settle(plan: Plan, layers: list[Layer], backend: Backend, optimizer: torch.o
     return replace(plan, layers=tuple(out))
 
 
-def refuse_modes(plan: Plan, layers: Sequence[Layer], backend: Backend) -> None:
-    """Raise unless the backend can run every layer in its mode.
+def refuse_modes(plan: Plan, layers: Sequence[Layer], backend: Backend, alone: str | None = None) -> None:
+    """Raise unless the backend can run every layer in its mode. `alone`: why several ranks cannot share host memory.
 
     Raises:
         FerryError: names the first layer and what to plan instead.
     """
     for layer, decided in zip(layers, plan.layers, strict=True):
         reason = mode_obstacle(layer, decided.mode, backend) if layer.params else None
+        if alone is not None and layer.params and decided.mode is not Mode.GFGB:
+            reason = f"only GFGB layers run with several ranks here: {alone}"
         if reason is not None:
             raise FerryError(f"plan: layer {layer.name!r} is {decided.mode}, but {reason}")
 

@@ -32,8 +32,17 @@ _GATHERS = (nn.Embedding, nn.EmbeddingBag)
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.RMSNorm)
 
 
-def rule_plan(layers: list[Layer], backend: Backend) -> Plan:
+def unshared(runtime: Runtime) -> str | None:
+    """Why ranks cannot share host memory, so that only GFGB runs; None for one rank, and where they can. All ranks call."""
+    if runtime.ranks is None:
+        return None
+    found = runtime.ranks.gather_objects(runtime.backend.sharing_failure())
+    return next((failure for failure in found if failure is not None), None)
+
+
+def rule_plan(layers: list[Layer], backend: Backend, *, shares: bool = True) -> Plan:
     """Embeddings and norms are read where they are if the backend can, everything else is copied to the device.
+    `shares`: ranks, if there are several, can share host memory.
 
     A tied parameter counts for all its readers: an embedding whose table is also a projection's weight is copied,
     because no matrix product reads host memory unless that was measured faster.
@@ -49,6 +58,8 @@ def rule_plan(layers: list[Layer], backend: Backend) -> Plan:
             others = [r for p in layer.params for r in readers[p.index] if r is not layer]
             if others:
                 why = f"tied with {others[0].name}"
+            elif not shares:
+                why = "ranks share no host memory here"
             elif mode_obstacle(layer, Mode.DHA, backend) is None:
                 mode = Mode.DHA
                 why = (
@@ -87,16 +98,20 @@ def choose_plan(
                 f'Config.planner: expected "search", "paper", "rules" or a plan file: {e}'
             ) from e
     refuse_publishing(runtime.backend, config)
+    alone = unshared(runtime)
     if plan is not None:
         check_plan(plan, layers)
-        refuse_modes(plan, layers, runtime.backend)
+        refuse_modes(plan, layers, runtime.backend, alone)
         return None, plan, _base(model, layers, runtime, config, sample_batch)
-    if sample_batch is None or config.planner == "rules" or not runtime.backend.capabilities().coherent:
-        rules = rule_plan(layers, runtime.backend)
+    limited = alone is not None or not runtime.backend.capabilities().coherent
+    if sample_batch is None or config.planner == "rules" or limited:
+        rules = rule_plan(layers, runtime.backend, shares=alone is None)
         if config.device_bytes is not None:
             base = _base(model, layers, runtime, config, sample_batch)
             native = device_update_obstacle(optimizer) is None
-            return None, _fit(rules, layers, config.device_bytes, runtime, config, native, base), base
+            fitted = _fit(rules, layers, config.device_bytes, runtime, config, native, base)
+            refuse_modes(fitted, layers, runtime.backend, alone)
+            return None, fitted, base
         if config.reserve is not None:
             rules = keep_by_reserve(rules, layers, runtime.backend, config.reserve)
         return None, rules, 0

@@ -103,7 +103,7 @@ def init(topology: str = "auto", backend: str | None = None) -> Runtime:
     made = make_backend(
         backend or _choose(), local_rank % torch.accelerator.device_count() if shares_device else local_rank
     )
-    ranks = connect(made.device)
+    ranks = connect(made)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (ranks.local if ranks is not None else 1)
     made.node = numa.choose(made.pci_address(), host_threads(local_world))
     runtime = Runtime(

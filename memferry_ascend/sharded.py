@@ -7,6 +7,7 @@ lane.
 
 from __future__ import annotations
 
+import atexit
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -99,6 +100,7 @@ class DataParallel:
         self._residents: list[ShardedResident] = []
         self._order_agreed = False
         self.gradients: ShardedGradients | None = None
+        atexit.register(self.quiesce)  # a program may end without closing: peers still count on the last step
 
     # -- arming --------------------------------------------------------------------------------------------------------
     def make_ring(self, units: list[Unit], slots: int) -> Ring | None:
@@ -227,7 +229,10 @@ class DataParallel:
         copies = []
         for r in engine._residents:
             for p in r.unit.params:
-                private = r.rest[p.index].detach().clone()
+                shared = isinstance(r, ShardedResident) and not r.gathered
+                # The device face of host memory may be no copy's operand.
+                source = r.memory.host_param(p) if shared else r.rest[p.index]
+                private = source.detach().to(self._backend.device, copy=True)
                 copies.append((r, p, private.clone()))
                 p.param.data = private
         try:
@@ -253,6 +258,7 @@ class DataParallel:
 
     def quiesce(self) -> None:
         """Let the last step's results arrive; what belongs to an unfinished pass is abandoned, on this rank alone."""
+        atexit.unregister(self.quiesce)
         with suppress(FerryError):  # kept by the worker
             self.lane.finish(self._last_spread)
         self.loads.close()

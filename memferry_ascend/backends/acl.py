@@ -126,8 +126,9 @@ class Acl:
             f"newer on Atlas A2, A3 or later with a driver to match ({'; '.join(refused)})"
         )
 
-    def allocate(self, nbytes: int, route: str) -> Block:
-        """Zeroed host memory that is mapped into the device's address space, 4 KiB aligned."""
+    def allocate(self, nbytes: int, route: str, pages: Pages | None = None) -> Block:
+        """Zeroed host memory that is mapped into the device's address space, 4 KiB aligned. `pages` of the caller's, which
+        other processes have mapped too, are registered where they are, whatever the route; they are the block's then."""
         size = align(nbytes, PAGE)
         if not self.has("aclrtHostUnregister") or not (
             self.has("aclrtHostRegisterV2", "aclrtHostGetDevicePointer") or self.has("aclrtHostRegister")
@@ -135,8 +136,8 @@ class Acl:
             raise FerryError("host memory: this CANN has no aclrtHostRegister")
         self.bind()
         what = f"host memory: {sizes.fmt(nbytes)}"
-        if route == "registered":
-            pages = Pages(size)
+        if pages is not None or route == "registered":
+            pages = pages or Pages(size)
             try:
                 address = pages.tensor.data_ptr()
                 return Block(size, pages.tensor, address, self._register(address, size, what), pages=pages)

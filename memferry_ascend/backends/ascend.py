@@ -17,6 +17,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,10 +35,10 @@ from memferry_ascend.backends.base import (
     Event,
     HostSlab,
     MemoryStats,
-    NotSupported,
     Stream,
     align,
 )
+from memferry_ascend.backends.hostmem import Pages, forget
 from memferry_ascend.errors import FerryError
 
 _OVERREAD = 32
@@ -150,6 +151,8 @@ class AscendBackend(Backend):
         self._driver, self._jobs_note = self._load_driver()
         self.coherence_failure = ascend_probe.incoherence(self)
         self._capabilities: Capabilities | None = None
+        self._sharing: str | None = None
+        """`sharing_failure`, "" for None, once it has been tried."""
 
     @property
     def coherent(self) -> bool:
@@ -175,16 +178,11 @@ class AscendBackend(Backend):
 
     # -- memory ----------------------------------------------------------------------------------------------------
     def alloc_host(self, nbytes: int, *, mapped: bool, shared: str | None = None) -> HostSlab:
-        if shared is not None:
-            raise NotSupported(
-                "the ascend backend cannot yet register memory shared between ranks: with several ranks plan layers as GFGB"
-            )
         if not mapped:
-            from memferry_ascend.backends.hostmem import Pages
-
             pages = Pages(align(nbytes, 4096))
             return HostSlab(nbytes, pages.tensor[:nbytes], None, pages)
-        block = self.acl.allocate(nbytes + _OVERREAD, self.route)
+        several = Pages(align(nbytes + _OVERREAD, 4096), shared) if shared else None
+        block = self.acl.allocate(nbytes + _OVERREAD, self.route, several)
         try:
             device = self._view(block)
         except BaseException:
@@ -194,6 +192,14 @@ class AscendBackend(Backend):
         if block.device_address != block.address:
             self._alias.add(block.device_address, block.nbytes)
         return HostSlab(nbytes, block.host[:nbytes], device[:nbytes], block)
+
+    def sharing_failure(self) -> str | None:
+        """Shared pages are registered where they are, whatever the route of other memory."""
+        if self._sharing is None:
+            name = f"memferry-try-{secrets.token_hex(8)}"
+            self._sharing = ascend_probe.incoherence(self, shared=name) or ""
+            forget(name)
+        return self._sharing or None
 
     def _view(self, block: Block) -> torch.Tensor:
         """A uint8 NPU tensor over a block, in ND format. torch's own constructor makes a storage without torch_npu's

@@ -41,13 +41,13 @@ PATIENCE = 300.0
 IN_CHILD = "MEMFERRY_ASCEND_PROBING"
 
 
-def incoherence(backend: Backend) -> str | None:
+def incoherence(backend: Backend, *, shared: str | None = None) -> str | None:
     """None when host and device saw each other's writes to mapped memory in every round, else what went wrong.
 
     Each round writes new values over the same addresses: a cache that is not told shows the old ones.
     """
     try:
-        slab = backend.alloc_host(1 << 16, mapped=True)
+        slab = backend.alloc_host(1 << 16, mapped=True, shared=shared)
     except FerryError as error:
         return str(error)
     try:

@@ -2,10 +2,10 @@
 
     python tests/emulator/build.py [--wheel]
 
-Compiles runtime/ into libascendcl.so, operators/ into libopapi.so, and the empty libraries that torch_npu
-names at load. Nothing is done when no source, compiler or torch changed. `--wheel` first installs torch_npu
-(without its dependencies, and away from the main environment: torch would load it on import and fail where
-CANN is missing).
+Compiles runtime/ into libascendcl.so, operators/ into libopapi.so, collectives/ into libhccl.so, and the empty
+libraries that torch_npu names at load. Nothing is done when no source, compiler or torch changed. `--wheel` first
+installs torch_npu (without its dependencies, and away from the main environment: torch would load it on import
+and fail where CANN is missing).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,7 @@ SITE = ROOT / "build" / "ascend-site"
 WHEEL = "torch_npu==2.13.0"
 
 # Libraries that torch_npu is linked against and whose symbols libascendcl.so provides here.
-ALIASES = ["libhccl", "libacl_op_compiler", "libge_runner", "libgraph", "libacl_tdt_channel", "libruntime"]
+ALIASES = ["libacl_op_compiler", "libge_runner", "libgraph", "libacl_tdt_channel", "libruntime"]
 # Folders of a CANN installation that torch_npu looks for when ASCEND_HOME_PATH is set.
 TOOLKIT = ["opp", "runtime", "compiler"]
 # Where torch_npu's undefined symbols are looked for.
@@ -94,17 +95,22 @@ def missing_calls(provided: set[str]) -> list[str]:
     package = SITE / "torch_npu"
     users = [package / name for name in USERS] + list(package.glob("_C*.so"))
     wanted = set().union(*(symbols(user, "--undefined-only") for user in users))
-    cann = {
-        name for name in wanted if name.startswith(("acl", "Msprof", "Hccl")) or name[:3] in {"rtG", "rtK"}
-    }
+    cann = {name for name in wanted if name.startswith(("acl", "Msprof")) or name[:3] in {"rtG", "rtK"}}
     cann |= wanted & {"rtDevBinaryRegister", "rtFunctionRegister"}
     return sorted(cann - provided)
 
 
-def stub_source(names: list[str]) -> str:
-    """A function each that says once that it is not emulated, and fails.
+def missing_collectives(provided: set[str]) -> list[str]:
+    """HCCL functions that are declared and that nothing here emulates. torch_npu looks them up by name."""
+    header = SITE / "torch_npu" / "include" / "third_party" / "hccl" / "inc" / "hccl" / "hccl.h"
+    declared = set(re.findall(r"^extern HcclResult (Hccl\w+)\(", header.read_text(), re.MULTILINE))
+    return sorted(declared - provided)
 
-    The code is 100024. Functions that return a handle or ask about one return null or 0 in its place.
+
+def stub_source(names: list[str], code: int = 100024) -> str:
+    """A function each that says once that it is not emulated, and fails with `code`.
+
+    Functions that return a handle or ask about one return null or 0 in its place.
     """
     lines = ["#include <stdio.h>"]
     for name in names:
@@ -112,7 +118,7 @@ def stub_source(names: list[str]) -> str:
         lines.append(
             f"long {name}(void) {{ static int said; "
             f'if (!said++) fprintf(stderr, "[emulator] {name} is not emulated\\n"); '
-            f"return {0 if handle else 100024}; }}"
+            f"return {0 if handle else code}; }}"
         )
     return "\n".join(lines) + "\n"
 
@@ -166,16 +172,25 @@ def build(jobs: int, machine: str) -> None:
         parsed.unlink(missing_ok=True)
         parsed.hardlink_to(prepared.result())
         operators = list(pool.map(compile_file, sorted(HERE.glob("operators/*.cpp"))))
+        collectives = list(pool.map(compile_file, sorted(HERE.glob("collectives/*.cpp"))))
 
     folder = Path(tempfile.mkdtemp(dir=OUT.parent, prefix="emulator-"))
     acl_library = folder / "libascendcl.so"
     link = ["g++", "-shared", "-pthread"]
     run([*link, "-Wl,-soname,libascendcl.so", "-o", str(acl_library), *runtime])
     stubs = folder / "stubs.c"
-    stubs.write_text(stub_source(missing_calls(symbols(acl_library, "--defined-only"))))
-    run(["gcc", "-fPIC", "-w", "-c", str(stubs), "-o", str(folder / "stubs.o")])
-    run([*link, "-Wl,-soname,libascendcl.so", "-o", str(acl_library), *runtime, str(folder / "stubs.o")])
+
+    def with_stubs(library: Path, parts: list[str], source: str) -> None:
+        stubs.write_text(source)
+        run(["gcc", "-fPIC", "-w", "-c", str(stubs), "-o", str(folder / "stubs.o")])
+        run([*link, f"-Wl,-soname,{library.name}", "-o", str(library), *parts, str(folder / "stubs.o")])
+
+    with_stubs(acl_library, runtime, stub_source(missing_calls(symbols(acl_library, "--defined-only"))))
     here = ["-L", str(folder), "-lascendcl", "-Wl,-rpath,$ORIGIN"]
+    hccl_library = folder / "libhccl.so"
+    run([*link, "-Wl,-soname,libhccl.so", "-o", str(hccl_library), *collectives, *here])
+    missing = missing_collectives(symbols(hccl_library, "--defined-only"))
+    with_stubs(hccl_library, [*collectives, *here], stub_source(missing, code=5))
     for name in ALIASES:
         run(
             [

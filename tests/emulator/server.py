@@ -15,7 +15,8 @@ import signal
 import sys
 from typing import Any
 
-import torch  # noqa: F401
+import torch
+import torch._dynamo  # noqa: F401  # optimizers do at their first step: once here instead of in every program
 import torch_npu  # noqa: F401
 
 import memferry_ascend  # noqa: F401

@@ -28,6 +28,11 @@ def _message(call: Any) -> str:
     return "no error"
 
 
+def _there(t: torch.Tensor) -> torch.Tensor:
+    """On this rank's device."""
+    return t.to(runtime.current().backend.device)
+
+
 def _engine(model: nn.Module, modes: str = "random", unit_bytes: int = 1500, **config: Any) -> mf.Engine:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     with small_units(unit_bytes):
@@ -92,6 +97,11 @@ def different(what: str) -> str:
         )
     finally:
         mf.__version__ = version
+
+
+def one_mode(modes: str) -> str:
+    """What a device says of a plan that its ranks cannot run."""
+    return _message(lambda: _engine(make_model(0), modes).close())
 
 
 def whole_parameters_only() -> str:
@@ -208,7 +218,7 @@ def branches(modes: str, update: str = "step", twice: bool = False, delays: floa
         rt.backend.disturb = RankDelays(rt.rank, 1, delays)
     for step in range(4):
         g = torch.Generator().manual_seed(step)
-        x = torch.randn(4, 8, generator=g)
+        x = _there(torch.randn(4, 8, generator=g))
         branch = "left" if rt.rank == 0 or step >= 2 else "right"
         loss = engine.model(x, branch)
         if twice:
@@ -241,7 +251,7 @@ def meetings(modes: str) -> dict[str, Any]:
     assert rt.ranks is not None
     engine = _engine(Tail(), modes, unit_bytes=1)
     for step in range(3):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        x = _there(torch.randn(4, 8, generator=torch.Generator().manual_seed(step)))
         loss = engine.model(x.requires_grad_(rt.rank == 1), "left" if rt.rank == 0 else "right")
         rt.ranks.barrier()
         loss.backward()
@@ -265,7 +275,7 @@ def tiny(modes: str) -> dict[str, Any]:
 
     engine = _engine(Two(), modes)
     for step in range(3):
-        engine.model(torch.full((2,), 1.0 + step)).backward()
+        engine.model(_there(torch.full((2,), 1.0 + step))).backward()
         engine.optimizer.step()
     state = engine.state_dict()
     engine.close()
@@ -302,18 +312,18 @@ def no_sync_travels_once(modes: str) -> dict[str, Any]:
 def edits(modes: str, precision: str) -> dict[str, Any]:
     """Edit, load, zero and go on; every rank does the same."""
     engine = _engine(make_model(2), modes, precision=precision)
-    engine.model(rows_of(0)).backward()
+    engine.model(_there(rows_of(0))).backward()
     engine.optimizer.step()
     with engine.edit() as model, torch.no_grad():
         for p in model.parameters():
             p.view(-1)[::3].mul_(0.5)
     edited = engine.state_dict()["model"]
-    engine.model(rows_of(1)).backward()
+    engine.model(_there(rows_of(1))).backward()
     engine.optimizer.zero_grad()  # discarded on all ranks
-    engine.model(rows_of(2)).backward()
+    engine.model(_there(rows_of(2))).backward()
     engine.optimizer.step()
     engine.model.load_state_dict(edited)
-    loss = float(engine.model(rows_of(3)).detach())
+    loss = float(engine.model(_there(rows_of(3))).detach())
     optimizer = engine.optimizer.state_dict()
     engine.optimizer.load_state_dict(optimizer)
     state = engine.state_dict()
@@ -330,7 +340,7 @@ def save_and_go_on(folder: str, modes: str, precision: str = "bf16") -> dict[str
 
     def steps(first: int) -> None:
         for step in (first, first + 1):
-            engine.model(rows_of(step)[rt.rank * each : (rt.rank + 1) * each]).backward()
+            engine.model(_there(rows_of(step)[rt.rank * each : (rt.rank + 1) * each])).backward()
             engine.optimizer.step()
 
     steps(0)
@@ -354,7 +364,7 @@ def load_and_go_on(folder: str, modes: str, precision: str = "bf16", steps: int 
     rt = runtime.current()
     each = ROWS // rt.world
     for step in range(2, 2 + steps):
-        engine.model(rows_of(step)[rt.rank * each : (rt.rank + 1) * each]).backward()
+        engine.model(_there(rows_of(step)[rt.rank * each : (rt.rank + 1) * each])).backward()
         engine.optimizer.step()
     state = engine.state_dict()
     engine.close()
@@ -415,6 +425,21 @@ def searched() -> dict[str, Any]:
     return {"fabric": engine.profile.fabric, "plan": plan, "period": engine.plan.predicted_period}
 
 
+def planned() -> list[str]:
+    """The rules' modes, each layer a unit, run for two steps."""
+    model = make_model(1)
+    with small_units(1):
+        engine = mf.ferry(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-2), config=mf.Config(precision="fp32")
+        )
+    for step in range(2):
+        engine.model(_there(rows_of(step))).backward()
+        engine.optimizer.step()
+    modes = [str(x.mode) for x in engine.plan.layers]
+    engine.close()
+    return modes
+
+
 def nodes(ranks_per_node: int) -> tuple[int, int, int, list[int]]:
     """From here on this machine is several nodes; how ranks see them."""
     os.environ["MEMFERRY_RANKS_PER_NODE"] = str(ranks_per_node)
@@ -423,6 +448,26 @@ def nodes(ranks_per_node: int) -> tuple[int, int, int, list[int]]:
     ranks = runtime.init(backend=backend).ranks
     assert isinstance(ranks, parallel.Ranks)
     return ranks.node, ranks.nodes, ranks.index, ranks.members
+
+
+def gives_up() -> str:
+    """Rank 1 says that it stops, and stays until the others have noticed."""
+    rt, store = runtime.current(), parallel._store()
+    others = [f"noticed/{r}" for r in range(rt.world) if r != 1]
+    engine = _engine(make_model(0), "GFGB")
+    engine.model(_there(rows_of(0))).backward()
+    if rt.rank == 1:
+        runtime.announce(OSError("the disk with the text is full"))
+        store.wait(others)
+        said = "gave up"
+    else:
+        said = _message(engine.optimizer.step)
+    with contextlib.suppress(mf.FerryError):
+        engine.close()
+    store.set(f"noticed/{rt.rank}", "1")
+    if rt.rank == 0:  # holds the store
+        store.wait([*others, "noticed/1"])
+    return said
 
 
 def fails_alone(folder: str) -> str:

@@ -27,6 +27,7 @@ import memferry_ascend as mf
 from memferry_ascend import runtime
 from memferry_ascend.backends.cpu import CpuStream
 from memferry_ascend.planner import LayerPlan, Mode, Plan
+from memferry_ascend.planning import supports
 
 Case = tuple[str, dict[str, Any]]
 
@@ -138,21 +139,26 @@ def rows_of(step: int) -> torch.Tensor:
 
 
 def plan_for(model: torch.nn.Module, modes: str, seed: int = 0) -> Plan:
-    """One mode for all layers, or "random"."""
+    """One mode for all layers, or "random"; STREAM where the device has no direct host access for a kind of layer."""
     rng = random.Random(seed)
-    return Plan(
-        tuple(
-            LayerPlan(n, rng.choice(list(Mode)) if modes == "random" else Mode(modes))
-            for n in layer_names(model)
-        )
-    )
+    kinds, modules = runtime.current().backend.capabilities().dha_kinds, dict(model.named_modules())
+
+    def mode(name: str) -> Mode:
+        wanted = rng.choice(list(Mode)) if modes == "random" else Mode(modes)
+        reads = wanted in (Mode.DHA, Mode.DFGB)
+        return Mode.STREAM if reads and not supports(kinds, type(modules[name]).__name__) else wanted
+
+    return Plan(tuple(LayerPlan(n, mode(n)) for n in layer_names(model)))
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
     """One hash of all bytes."""
     h = hashlib.sha256()
     for name in sorted(tensors):
-        h.update(tensors[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        t = tensors[name].detach()
+        if t.device.type == "npu":
+            t = t * 1  # mapped host memory is no copy's operand there
+        h.update(t.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return h.hexdigest()
 
 
