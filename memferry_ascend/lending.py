@@ -60,9 +60,13 @@ def wishes(runtime: Runtime, assist: tuple[int, ...]) -> list[Wishes]:
     return list(nodes.values())
 
 
+OWNERS = "MEMFERRY_OWNERS"
+"""Environment variable: a word that owners of idle devices and those that look for them share, to keep jobs apart."""
+
+
 def idle_name(backend: Backend, device: int) -> str:
     """Where an idle process that owns a device listens (`serve`)."""
-    return f"memferry-{os.getuid()}-{backend.name}-{device}"
+    return f"memferry-{os.getuid()}-{os.environ.get(OWNERS, '')}-{backend.name}-{device}"
 
 
 def meet(runtime: Runtime, everyone: list[Wishes], wanted: Collection[int]) -> Lending | None:

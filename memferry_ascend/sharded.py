@@ -227,7 +227,10 @@ class DataParallel:
         copies = []
         for r in engine._residents:
             for p in r.unit.params:
-                private = r.rest[p.index].detach().clone()
+                shared = isinstance(r, ShardedResident) and not r.gathered
+                # The device face of host memory may be no copy's operand.
+                source = r.memory.host_param(p) if shared else r.rest[p.index]
+                private = source.detach().to(self._backend.device, copy=True)
                 copies.append((r, p, private.clone()))
                 p.param.data = private
         try:

@@ -158,7 +158,9 @@ class ShardedResident(Resident):
         self.mine.set_master(p, value)
 
     def last_value(self, p: Param) -> torch.Tensor:
-        return self.rest[p.index].detach().to("cpu", copy=True)
+        if self.gathered:
+            return self.rest[p.index].detach().to("cpu", copy=True)
+        return self.memory.host_param(p).detach().clone()  # its device face may be no copy's operand
 
     def _rest(self, p: Param) -> torch.Tensor:
         if self.gathered:  # also what rides along to be read in place: the whole unit is here only

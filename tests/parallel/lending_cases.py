@@ -137,7 +137,8 @@ def leaves_early(first: int) -> dict[str, Any]:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             engine: Engine = mf.ferry(model, optimizer, config=config, plan=plan_for(model, "STREAM"))
             for step in range(2):
-                engine.model(rows_of(step)[rt.rank * 12 :][:12]).backward()
+                rows = rows_of(step)[rt.rank * 12 :][:12].to(rt.backend.device)
+                engine.model(rows).backward()
                 engine.optimizer.step()
             engine.synchronize()
             if rt.rank == first:
