@@ -19,6 +19,7 @@ from queue import SimpleQueue
 
 import torch
 
+from memferry_ascend import numa
 from memferry_ascend.backends import hostmem
 from memferry_ascend.backends.base import Backend, HostSlab
 from memferry_ascend.backends.loans import Borrowed
@@ -289,6 +290,8 @@ class Segments:
             if shared is None:
                 try:
                     slab = self._backend.alloc_host(nbytes, mapped=True, file=file)
+                    if self._backend.node is not None:
+                        numa.prefer(slab.host, self._backend.node)
                 except FerryError as e:
                     slab = self._backend.alloc_host(nbytes, mapped=True)
                     self._say(e)

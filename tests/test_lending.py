@@ -232,6 +232,35 @@ def test_memory_that_the_owner_cannot_see_goes_directly(pair: Callable[..., Pair
     assert len(two.legs) == before
 
 
+def test_memory_goes_back_to_the_system_although_others_map_it(pair: Callable[..., Pair]) -> None:
+    two = pair()
+    slab = two.slab(100_000)
+    kept = slab.host
+    kept.fill_(7)
+    two.lending.segments.forget(slab)
+    assert not kept.any()  # fresh pages
+
+
+def test_memory_that_cannot_be_shared_is_ordinary_and_told(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = pair()
+    alloc = two.backend.alloc_host
+
+    def refuse(nbytes: int, *, file: int | None = None, **more: bool) -> HostSlab:
+        if file is not None:
+            raise FerryError("an old kernel")
+        return alloc(nbytes, **more)
+
+    monkeypatch.setattr(two.backend, "alloc_host", refuse)
+    with pytest.warns(RuntimeWarning, match="cannot be shared with the processes .* .an old kernel"):
+        slab = two.slab(100_000)
+    device = torch.zeros(100_000, dtype=torch.uint8)
+    slab.host.copy_(random_bytes(100_000))
+    two.copy("upload", device, slab.host)
+    assert torch.equal(device, slab.host) and two.legs == []
+
+
 def test_a_segment_that_the_owner_cannot_map_is_a_failure_that_is_told(
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:

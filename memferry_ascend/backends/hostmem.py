@@ -55,7 +55,7 @@ def named(shared: str) -> int:
 class Pages:
     """Zeroed pages, private to this process or, with `shared`, one memory for all processes that give this name, or the
     memory behind the descriptor `file` (which stays the caller's). Huge pages are asked for when large. `node`: the NUMA
-    node that pages come from while it has room; not those under a name, which belong to several ranks.
+    node that private pages come from while it has room.
 
     `tensor` is a one-dimensional uint8 CPU tensor over them; `close` unmaps them, after which it must not be used.
     """
@@ -85,12 +85,13 @@ class Pages:
                     else ""
                 )
             ) from e
-        if spare and hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+        if (spare or (file is not None and nbytes >= _HUGE)) and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # kernels without huge pages for shared memory
+                self._map.madvise(mmap.MADV_HUGEPAGE)
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         skip = -whole.data_ptr() % _HUGE if spare else 0
         self.tensor = whole[skip : skip + nbytes]
-        if node is not None and shared is None:
+        if node is not None and not self.shared:
             numa.prefer(self.tensor, node)
 
     def close(self) -> None:
