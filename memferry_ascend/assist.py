@@ -63,7 +63,12 @@ def for_engine(runtime: Runtime, config: Config) -> Transfers | None:
         owned = node if backend.lends else ()
         for device, devices in node.items():
             check_assist(devices, names, device, runtime.local_world, owned, mine=device == mine)
-    paths = _paths(topology, names, runtime.local_world, everyone[0], mine)
+    paths, problem = {}, ""
+    try:
+        paths = _paths(topology, names, runtime.local_world, everyone[0], mine)
+    except ConfigError as e:
+        problem = str(e)
+    lending.agree(runtime, problem)
     carrying = {path.via for found in paths.values() for path in found.paths}
     wanted = [i for i in config.assist_devices if names[i] in carrying]
     found = lending.meet(runtime, everyone, wanted)

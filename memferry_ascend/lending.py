@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from memferry_ascend import lendwire
 from memferry_ascend.borrower import Link, Segments
-from memferry_ascend.errors import FerryError
+from memferry_ascend.errors import ConfigError, FerryError
 from memferry_ascend.lender import Lender
 
 if TYPE_CHECKING:
@@ -58,6 +58,20 @@ def wishes(runtime: Runtime, assist: tuple[int, ...]) -> list[Wishes]:
     for node, device, devices in ranks.gather_objects((ranks.node, runtime.local_rank, assist)):
         nodes.setdefault(node, {})[device] = devices
     return list(nodes.values())
+
+
+def agree(runtime: Runtime, problem: str) -> None:
+    """Raise on every rank what one of them cannot do ("" for nothing), before they wait for each other.
+
+    Raises:
+        ConfigError: this rank's problem, or the first of the others'.
+    """
+    problems = runtime.ranks.gather_objects(problem) if runtime.ranks is not None else [problem]
+    if problem:
+        raise ConfigError(problem)
+    for rank, theirs in enumerate(problems):
+        if theirs:
+            raise ConfigError(f"{theirs} (so says rank {rank})")
 
 
 OWNERS = "MEMFERRY_OWNERS"

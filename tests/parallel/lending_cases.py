@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from harness import make_model, small_units, toy_fabric
+from memferry_ascend.topology import Figures, Measured, MeasuredPath
 from memferry_ascend.topology.load import parse
 
 import memferry_ascend as mf
@@ -109,10 +110,19 @@ def lent(
     }
 
 
-def refused(wishes: list[list[int]]) -> str:
+def one_way() -> Measured:
+    """A probe's figures that know no path to device 1 through device 0."""
+    figures = Figures(0.0, 5e10)
+    known = (("direct", 0, None), ("via npu:1", 0, "npu:1"), ("direct", 1, None))
+    return Measured(
+        "one way", tuple(MeasuredPath(n, "host", f"npu:{d}", v, figures, figures) for n, d, v in known)
+    )
+
+
+def refused(wishes: list[list[int]], probe: bool = False) -> str:
     """What `ferry` says."""
     rt = runtime.current()
-    runtime._current = replace(rt, topology=parse(TOY))
+    runtime._current = replace(rt, topology=one_way() if probe else parse(TOY))
     model = make_model(0)
     try:
         config = mf.Config(precision="fp32", assist_devices=tuple(wishes[rt.rank]))

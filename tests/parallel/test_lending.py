@@ -22,10 +22,15 @@ RUNS: list[dict[str, Any]] = [
 ]
 SMALL = {"wishes": EACH_OTHER, "modes": "GFGB", "budget": 1024}
 NONE = {"wishes": EACH_OTHER, "modes": "GFGB", "budget": 511}
-BAD = [
-    ([[0], [0]], "device 0 is the target itself", "device 0 is the target itself.*local rank 0"),
-    ([[1], [7]], "device 7 is absent.*local rank 1", "device 7 is absent"),
-    ([[1, 1], [0]], "each device once", "each device once.*local rank 0"),
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"wishes": [[0], [0]]}, "device 0 is the target itself", "device 0 is the target itself.*local rank 0"),
+    ({"wishes": [[1], [7]]}, "device 7 is absent.*local rank 1", "device 7 is absent"),
+    ({"wishes": [[1, 1], [0]]}, "each device once", "each device once.*local rank 0"),
+    (
+        {"wishes": EACH_OTHER, "probe": True},
+        "npu:1 through npu:0; probe again.*so says rank 1",
+        "through npu:0; probe",
+    ),
 ]
 LEAVING = (0, 1)
 
@@ -35,7 +40,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Results by case, then rank."""
     cases: list[Case] = []
     cases += [("parallel.lending_cases:lent", run) for run in (PLAIN, *RUNS, SMALL, NONE)]
-    cases += [("parallel.lending_cases:refused", {"wishes": wishes}) for wishes, *_ in BAD]
+    cases += [("parallel.lending_cases:refused", bad) for bad, *_ in BAD]
     cases += [("parallel.lending_cases:leaves_early", {"first": first}) for first in LEAVING]
     out = launch(2, cases, tmp_path_factory.mktemp("lending"))
     return {repr(case): ranks for case, ranks in zip(cases, out, strict=True)}
@@ -90,8 +95,8 @@ def test_an_owner_that_lends_nothing_is_named_and_nothing_is_lost(found: dict[st
 
 @pytest.mark.parametrize("number", range(len(BAD)))
 def test_bad_wishes_are_refused_on_every_rank(found: dict[str, list[Any]], number: int) -> None:
-    wishes, *wanted = BAD[number]
-    for said, pattern in zip(of(found, "refused", {"wishes": wishes}), wanted, strict=True):
+    bad, *wanted = BAD[number]
+    for said, pattern in zip(of(found, "refused", bad), wanted, strict=True):
         assert re.search(pattern, said), said
 
 
