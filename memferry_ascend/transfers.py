@@ -93,6 +93,7 @@ class Transfers:
         self._lock = threading.Lock()
         self._streams: list[Stream] = []
         self._lanes: dict[tuple[str, str], Lane] = {}
+        self._shares: dict[tuple[str, int, bool], list[tuple[FabricPath, int]]] = {}
         self.moved: dict[str, int] = {}
         """Bytes that were carried, by path name."""
         workers = 0
@@ -171,8 +172,15 @@ class Transfers:
     ) -> list[tuple[FabricPath, int]]:
         """Bytes of a transfer on each path that is still in use, as static dispatch divides them. `host`: its memory on
         the host, which lenders must have mapped."""
-        paths = self._live(direction, host)
-        return list(zip(paths.paths, paths.split(nbytes), strict=True))
+        seen = self._seen(host)
+        found = self._shares.get((direction, nbytes, seen))
+        if found is None:  # the same few sizes again and again: dividing takes longer than a small copy
+            paths = self._live(direction, seen)
+            found = list(zip(paths.paths, paths.split(nbytes), strict=True))
+            with self._lock:
+                if all(path.name not in self._lost for path in paths.paths):
+                    self._shares[direction, nbytes, seen] = found
+        return found
 
     # -- copies that are queued ----------------------------------------------------------------------------------------
     def _queue(
@@ -214,7 +222,7 @@ class Transfers:
         nbytes = source.numel()
         if not nbytes:
             return
-        found = self._live(direction, source if direction == "h2d" else to)
+        found = self._live(direction, self._seen(source if direction == "h2d" else to))
         if only is not None:
             used = [i for i, path in enumerate(found.paths) if path.name == only]
             if not used:
@@ -282,21 +290,22 @@ class Transfers:
                 raise
 
     # -- peers that fail -----------------------------------------------------------------------------------------------
-    def _live(self, direction: str, host: torch.Tensor | None = None) -> PathSet:
+    def _seen(self, host: torch.Tensor | None) -> bool:
+        """Whether processes that lend devices see this host memory; True where none does."""
+        return self.lending is None or host is None or self.lending.segments.find(host) is not None
+
+    def _live(self, direction: str, seen: bool = True) -> PathSet:
+        """The paths that are in use; not those through other processes for memory that these have not `seen`."""
         found = self._paths[direction]
-        unseen = self.lending is not None and host is not None and self.lending.segments.find(host) is None
-        if not self._lost and not unseen:
+        if not self._lost and seen:
             return found
-        live = (
-            p
-            for p in found.paths
-            if p.name not in self._lost and not (unseen and self._lender(p) is not None)
-        )
+        live = (p for p in found.paths if p.name not in self._lost and (seen or self._lender(p) is None))
         return PathSet(tuple(live), found.capacity)
 
     def _lose(self, path: FabricPath, error: BaseException) -> None:
         with self._lock:
             self._lost.add(path.name)
+            self._shares.clear()
             if isinstance(error, Left):  # it may have ended its training as we are about to
                 self._left[path.name] = (path, error, time.monotonic())
                 return
