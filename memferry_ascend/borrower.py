@@ -279,29 +279,32 @@ class Segments:
         self._numbers = 0
 
     def alloc(self, nbytes: int, shared: str | None = None) -> HostSlab:
-        """As `Backend.alloc_host`, mapped; every lender gets it too. Where the family cannot register memory of this kind
-        (Linux up to 5.10 on Ascend) it is ordinary memory, which lenders do not see."""
+        """As `Backend.alloc_host`, mapped; every lender gets it too. Where processes cannot share such memory (Linux up to
+        5.10 on Ascend) it is ordinary memory, which lenders do not see."""
+        backend = self._backend
         if shared is not None:
-            slab = self._backend.alloc_host(nbytes, mapped=True, shared=shared)
-            file = hostmem.named(shared)
-        else:
-            file = hostmem.nameless(self._backend.host_bytes(nbytes))
-        try:
-            if shared is None:
+            slab = backend.alloc_host(nbytes, mapped=True, shared=shared)
+            self._add(slab, hostmem.named(shared), mine=False)
+            return slab
+        why = backend.sharing_failure()
+        if why is None:
+            try:
+                file = hostmem.nameless(backend.host_bytes(nbytes))
                 try:
-                    slab = self._backend.alloc_host(nbytes, mapped=True, file=file)
-                    if self._backend.node is not None:
-                        numa.prefer(slab.host, self._backend.node)
-                except FerryError as e:
-                    slab = self._backend.alloc_host(nbytes, mapped=True)
-                    self._say(e)
-                    return slab
-            self._add(slab, file, mine=shared is None)
-        finally:
-            os.close(file)
-        return slab
+                    slab = backend.alloc_host(nbytes, mapped=True, file=file)
+                except BaseException:
+                    os.close(file)
+                    raise
+                if backend.node is not None:
+                    numa.prefer(slab.host, backend.node)
+                self._add(slab, file, mine=True)
+                return slab
+            except FerryError as e:
+                why = str(e)
+        self._say(why)
+        return backend.alloc_host(nbytes, mapped=True)
 
-    def _say(self, why: FerryError) -> None:
+    def _say(self, why: str) -> None:
         if not self._said:
             self._said = True
             warnings.warn(
@@ -312,17 +315,21 @@ class Segments:
             )
 
     def _add(self, slab: HostSlab, file: int, mine: bool) -> None:
-        with self._lock:
-            self._numbers += 1
-            number, start = self._numbers, slab.host.data_ptr()
-            at = bisect.bisect(self._starts, start)
-            self._starts.insert(at, start)
-            self._known.insert(at, (start + slab.nbytes, number))
-            if mine:
-                self._mine.add(number)
-        for link in self._links.values():
-            with contextlib.suppress(FerryError):  # lost: nobody asks it for anything
-                link.send(Message(Kind.SEGMENT, segment=number, nbytes=slab.nbytes), file)
+        """Note the slab, and send lenders the descriptor of its memory, which is closed here."""
+        try:
+            with self._lock:
+                self._numbers += 1
+                number, start = self._numbers, slab.host.data_ptr()
+                at = bisect.bisect(self._starts, start)
+                self._starts.insert(at, start)
+                self._known.insert(at, (start + slab.nbytes, number))
+                if mine:
+                    self._mine.add(number)
+            for link in self._links.values():
+                with contextlib.suppress(FerryError):  # lost: nobody asks it for anything
+                    link.send(Message(Kind.SEGMENT, segment=number, nbytes=slab.nbytes), file)
+        finally:
+            os.close(file)
 
     def forget(self, slab: HostSlab) -> None:
         """Lenders let go of it. Nothing that they do with it is under way."""

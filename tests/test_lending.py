@@ -241,8 +241,9 @@ def test_memory_goes_back_to_the_system_although_others_map_it(pair: Callable[..
     assert not kept.any()  # fresh pages
 
 
+@pytest.mark.parametrize("found", ["before", "at the call"])
 def test_memory_that_cannot_be_shared_is_ordinary_and_told(
-    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, found: str
 ) -> None:
     two = pair()
     alloc = two.backend.alloc_host
@@ -252,7 +253,10 @@ def test_memory_that_cannot_be_shared_is_ordinary_and_told(
             raise FerryError("an old kernel")
         return alloc(nbytes, **more)
 
-    monkeypatch.setattr(two.backend, "alloc_host", refuse)
+    if found == "before":
+        monkeypatch.setattr(two.backend, "sharing_failure", lambda: "an old kernel")
+    else:
+        monkeypatch.setattr(two.backend, "alloc_host", refuse)
     with pytest.warns(RuntimeWarning, match="cannot be shared with the processes .* .an old kernel"):
         slab = two.slab(100_000)
     device = torch.zeros(100_000, dtype=torch.uint8)

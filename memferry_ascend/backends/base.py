@@ -238,6 +238,10 @@ class Backend(ABC):
             FerryError: the system refused (out of memory, locked-memory limit), naming bytes and the limit.
         """
 
+    def sharing_failure(self) -> str | None:
+        """Why `shared` is not to be had on this device; None: it is."""
+        return None
+
     @abstractmethod
     def free_host(self, slab: HostSlab) -> None:
         """Unregister and return the pages. The caller has synchronised with every user of the slab."""
