@@ -22,7 +22,7 @@ import memferry_ascend as mf
 from memferry_ascend import lending, lendwire, runtime, transfers
 from memferry_ascend.backends.ascend import AscendBackend
 from memferry_ascend.backends.ascend_lending import AscendBorrowedRelay
-from memferry_ascend.backends.base import HostSlab
+from memferry_ascend.backends.base import BytesLost, HostSlab
 from memferry_ascend.borrower import Channel, Link
 from memferry_ascend.lending import Lending
 from memferry_ascend.planner import Mode
@@ -333,6 +333,36 @@ def test_a_borrower_that_cannot_import_takes_the_direct_path(
     two.close()
 
 
+def test_a_copy_between_the_devices_that_fails_is_an_error(
+    relayed: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can say what it has overwritten, so this is not mended in silence, although the bytes are copied again."""
+    _, two = relayed()
+    slab, device, want = two.slab(CHUNK), two.backend.alloc_device(CHUNK), random_bytes(CHUNK)
+    two.relay("upload", device, slab.host)
+    two.backend.synchronize()
+    slab.host.copy_(want)
+    relay = two.backend.relays._made["upload", 1, True][2]
+    assert isinstance(relay, AscendBorrowedRelay)
+    queued, copy = threading.Event(), relay._copy
+
+    def noticed(*arguments: int) -> None:
+        copy(*arguments)
+        queued.set()
+
+    monkeypatch.setattr(relay, "_copy", noticed)
+    with held(two.backend, 0, relay._legs):
+        two.relay("upload", device, slab.host)
+        assert queued.wait(30)
+        relay._channel.memory.close()  # the copy will find nothing there
+    with pytest.raises(BytesLost, match="through device 1 failed after it had taken bytes: ACL error 507899"):
+        two.backend.synchronize()
+    two.backend.relays.drop_borrowed()
+    assert torch.equal(device.cpu(), want)
+    with pytest.warns(RuntimeWarning, match="npu:1 failed"):
+        two.backend.stream("upload").copy(device, slab.host)
+
+
 # -- who lets go first -------------------------------------------------------------------------------------------------
 def test_an_owner_that_stops_lending_waits_until_its_memory_is_let_go(relayed: Start) -> None:
     owner, two = relayed()
@@ -344,6 +374,7 @@ def test_an_owner_that_stops_lending_waits_until_its_memory_is_let_go(relayed: S
     assert owner.end() == 0
     assert owner.complaints() == []  # an export that is closed before its imports would be one
     device.zero_()
+    two.backend.synchronize()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         two.backend.stream("upload").copy(device, slab.host)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from test_lending_ascend import (  # noqa: F401
     asked,
     backend,
@@ -14,3 +15,4 @@ from test_lending_ascend import (  # noqa: F401
 )
 
 EMULATED = {"devices": 3, "jitter": "100:3", "environ": {"TASK_QUEUE_ENABLE": "0"}}
+pytestmark = pytest.mark.slow
