@@ -6,6 +6,7 @@ time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -84,3 +85,11 @@ class Owner:
     def complaints(self) -> list[str]:
         """What its emulator objected to."""
         return self._report.read_text().splitlines() if self._report.exists() else []
+
+    def allocations(self) -> int:
+        """How many pieces of device memory it holds: each is a memfd."""
+        folder, found = f"/proc/{self.process}/fd", 0
+        for one in os.listdir(folder):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                found += "memfd:emulated-hbm" in os.readlink(f"{folder}/{one}")
+        return found

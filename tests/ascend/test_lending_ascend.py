@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -139,7 +140,7 @@ Start = Callable[..., tuple[Owner, Relayed]]
 
 
 def test_relays_deliver_in_both_directions(relayed: Start, asked: Asked) -> None:
-    owner, two = relayed()
+    owner, two = relayed(jitter="2000:7")
     done = two.backend.event()
     for slots in (1, 2, 4):
         for nbytes in (1, 70_001, (1 << 20) + 13):
@@ -282,6 +283,22 @@ def test_an_owner_whose_copies_fail_loses_nothing(relayed: Start, name: str) -> 
     assert len(told(seen)) == 1 and "ACL error 507899" in told(seen)[0]
 
 
+def test_an_owner_that_failed_writes_nothing_any_more(relayed: Start) -> None:
+    """One of its copies fails, those behind it are slow: the relay is not over before they are."""
+    slow = ",".join(f"{stream}:20000" for stream in range(16))
+    owner, two = relayed(fail="aclrtMemcpyAsync:2:507899", delay=slow)
+    n = 8 * CHUNK
+    slab, device = two.slab(n), two.backend.alloc_device(n)
+    device.fill_(5)
+    two.backend.synchronize()
+    two.relay("download", slab.host, device)
+    two.backend.stream("download").synchronize()
+    assert slab.host.eq(5).all()
+    slab.host.zero_()
+    assert owner.end() == 0  # whatever it still had to do is done
+    assert not slab.host.any()
+
+
 @pytest.mark.parametrize(
     ("words", "settings", "why"),
     [
@@ -386,7 +403,7 @@ def test_everything_is_given_back(relayed: Start) -> None:
     """The owner's memory comes back when a borrower closes, as often as one comes."""
     owner, two = relayed("--memory", f"{8 * CHUNK}")
     n = 8 * CHUNK
-    before = free(0)
+    before, theirs = free(0), owner.allocations()
     for _ in range(3):
         slab, device = two.slab(n), two.backend.alloc_device(n)
         with warnings.catch_warnings():
@@ -394,7 +411,12 @@ def test_everything_is_given_back(relayed: Start) -> None:
             two.backend.stream("upload").copy(device, slab.host)
             two.backend.synchronize()
         assert two.transfers.moved["via npu:1"] > 0
+        assert owner.allocations() > theirs
         two.close()
+        deadline = time.monotonic() + 30
+        while owner.allocations() > theirs and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert owner.allocations() == theirs
         two.__init__(two.backend)  # type: ignore[misc]
         del device
     assert free(0) <= before
