@@ -23,6 +23,7 @@ import torch
 
 from memferry_ascend import sizes
 from memferry_ascend.backends.base import ALIGNMENT, Backend, HostSlab, align
+from memferry_ascend.borrower import Segments
 from memferry_ascend.errors import FerryError
 from memferry_ascend.layers import Param, Unit
 
@@ -86,6 +87,8 @@ class Arena:
         self.shared_names: list[str] = []
         """Names of the slabs of kind "shared": all ranks of a node ask for the same ones in the same order."""
         self._limit = limit
+        self.segments: Segments | None = None
+        """Set before the first region: mapped slabs are memory that lenders of devices map too (`borrower.py`)."""
         self._slabs: list[tuple[str, HostSlab]] = []
         self._open: dict[str, tuple[HostSlab, int]] = {}
         self.bytes_by_kind: dict[str, int] = {}
@@ -112,7 +115,10 @@ class Arena:
             if kind == "shared":
                 name = f"{self._shared}-{len(self.shared_names)}"
                 self.shared_names.append(name)
-            slab, used = self._backend.alloc_host(size, mapped=mapped, shared=name), 0
+            if self.segments is not None and mapped:
+                slab, used = self.segments.alloc(size, name), 0
+            else:
+                slab, used = self._backend.alloc_host(size, mapped=mapped, shared=name), 0
             self._slabs.append((kind, slab))
             self.bytes_by_kind[kind] = self.bytes_by_kind.get(kind, 0) + size
         self._open[kind] = (slab, used + nbytes)
@@ -128,7 +134,7 @@ class Arena:
         gone = set(kinds)
         for kind, slab in self._slabs:
             if kind in gone:
-                self._backend.free_host(slab)
+                self._free(slab)
         self._slabs = [(kind, slab) for kind, slab in self._slabs if kind not in gone]
         for kind in gone:
             self._open.pop(kind, None)
@@ -138,9 +144,14 @@ class Arena:
         """Return all slabs. Every tensor over them must have been let go."""
         self._open.clear()
         for _, slab in self._slabs:
-            self._backend.free_host(slab)
+            self._free(slab)
         self._slabs.clear()
         self.bytes_by_kind.clear()
+
+    def _free(self, slab: HostSlab) -> None:
+        if self.segments is not None:
+            self.segments.forget(slab)
+        self._backend.free_host(slab)
 
 
 class UnitMemory:

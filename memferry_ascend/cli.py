@@ -34,6 +34,7 @@ COMMANDS = {
         "make a plan from a profile and predict its time",
     ),
     "train": ("memferry_ascend.train.command:register", "train a byte-level GPT on text"),
+    "lend": ("memferry_ascend.lendcommand:register", "relay through an idle device for processes that train"),
     "report": ("memferry_ascend.report:register", "show and plot what a run did"),
     "bench": ("memferry_ascend.bench:register", "compare with other ways of training, in one run"),
 }

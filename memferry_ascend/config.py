@@ -50,7 +50,8 @@ class Config:
     """Clip the global gradient norm (fp32, all parameters) to this in every step; None means no clipping."""
 
     assist_devices: tuple[int, ...] = ()
-    """Indices of peer devices whose links may carry part of each transfer (paper section IV-E)."""
+    """Indices of peer devices whose links may carry part of each transfer (paper section IV-E): idle ones, or, on CPU and
+    Ascend, those that other ranks of this machine train on. Ranks may be given different ones."""
 
     dispatch: str = "static"
     """"static": shares of the paths fixed from their latency and bandwidth. "dynamic": chunks go to the free path."""

@@ -146,6 +146,9 @@ class Engine:
         self._transfers: Transfers | None = None
         try:
             self._transfers = assist.for_engine(runtime, config)
+            lending = self._transfers.lending if self._transfers is not None else None
+            if lending is not None and lending.links:
+                self._arena.segments = lending.segments
             self._arm(layers, optimizer, native, source)
         except BaseException:
             if self._parallel is not None:

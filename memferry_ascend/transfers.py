@@ -15,7 +15,6 @@ once.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 import warnings
@@ -25,7 +24,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from memferry_ascend.backends.base import Backend, BytesLost, Stream
+from memferry_ascend.borrower import Left, Link
 from memferry_ascend.errors import ConfigError, FerryError
+from memferry_ascend.lending import Lending
+from memferry_ascend.pathlanes import BorrowedLane, Lane
 from memferry_ascend.topology import (
     DynamicDispatch,
     EmulatedLinks,
@@ -41,44 +43,12 @@ CHUNK = 1 << 20
 RELAY_CHUNK = 2 << 20
 """Bytes of a chunk where relays are queued: enough that queuing one takes less time than moving it."""
 
+QUIET = 5.0
+"""Seconds of transfers without a lender that has stopped lending, after which the user is told: ranks that end together do
+not stop at the same moment."""
+
 STREAMS = {"upload": "h2d", "reload": "h2d", "download": "d2h"}
 """The engine's streams and the direction of each."""
-
-
-class Lane:
-    """One path in one direction on a backend whose copies block the calling thread. `slots` staging buffers bound what
-    an assisted path takes on the peer and how many of its chunks are under way."""
-
-    def __init__(
-        self, path: FabricPath, links: EmulatedLinks | None, slots: int, chunk: int, backend: Backend
-    ) -> None:
-        self.path, self.slots, self.chunk = path, slots, chunk
-        self._links, self._backend = links, backend
-        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        if path.via is not None:
-            # The peer's memory, not this device's: it does not count against the device's limit.
-            for _ in range(slots):
-                self._free.put(torch.empty(chunk, dtype=torch.uint8))
-
-    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """dst <- src, both uint8 of one length (at most a chunk on an assisted path); returns when it has arrived."""
-        self._backend._at(f"path:{self.path.name}")
-        if self.path.via is None:
-            self._cross(src.numel())
-            dst.copy_(src)
-            return
-        buffer = self._free.get()
-        try:
-            staged = buffer[: src.numel()]
-            staged.copy_(src)
-            self._cross(src.numel())
-            dst.copy_(staged)
-        finally:
-            self._free.put(buffer)
-
-    def _cross(self, nbytes: int) -> None:
-        if self._links is not None:
-            self._links.transfer(self.path, nbytes)
 
 
 class Transfers:
@@ -88,6 +58,8 @@ class Transfers:
     links: emulated links that make each path take its time; None copies as fast as memory allows.
     peers: device index by peer name, for backends that queue relays.
     chunk: bytes, a multiple of 512; by default what suits the backend's way of copying.
+    lending: devices of other processes among the peers, and this one's for others; closed with the transfers. A lender that
+        refuses staging memory is left out. Without `paths` copies are left alone: this process only lends.
 
     Raises:
         ConfigError: `dispatch` is "dynamic" on a backend that queues its copies beforehand.
@@ -102,6 +74,7 @@ class Transfers:
         links: EmulatedLinks | None = None,
         peers: Mapping[str, int] | None = None,
         chunk: int | None = None,
+        lending: Lending | None = None,
     ) -> None:
         self._queues = backend.queues_relays
         chunk = chunk or (RELAY_CHUNK if self._queues else CHUNK)
@@ -113,23 +86,45 @@ class Transfers:
         self._backend, self._paths, self._links = backend, dict(paths), links
         self._dynamic, self._chunk = dispatch == "dynamic", chunk
         self._peers = dict(peers or {})
+        self.lending = lending
         self._lost: set[str] = set()
         self._warned = False
+        self._left: dict[str, tuple[FabricPath, Left, float]] = {}
         self._lock = threading.Lock()
         self._streams: list[Stream] = []
         self._lanes: dict[tuple[str, str], Lane] = {}
-        self._shares: dict[tuple[str, int], list[tuple[FabricPath, int]]] = {}
+        self._shares: dict[tuple[str, int, bool], list[tuple[FabricPath, int]]] = {}
         self.moved: dict[str, int] = {}
         """Bytes that were carried, by path name."""
         workers = 0
         if not self._queues:
             for direction, found in self._paths.items():
                 for path in found.paths:
-                    lane = Lane(path, links, chunks_in_flight(path, chunk), chunk, backend)
-                    self._lanes[direction, path.name] = lane
-                    workers += lane.slots
+                    lane = self._lane(path, chunks_in_flight(path, chunk))
+                    if lane is not None:
+                        self._lanes[direction, path.name] = lane
+            for key in [key for key in self._lanes if key[1] in self._lost]:
+                self._lanes.pop(key).close()  # refused in the other direction
+            workers = sum(lane.slots for lane in self._lanes.values())
         # `upload` and `reload` may both be moving in one direction; a third copy waits for workers, not for ever.
         self._pool = ThreadPoolExecutor(max(1, 2 * workers), thread_name_prefix="memferry-path")
+
+    def _lane(self, path: FabricPath, slots: int) -> Lane | None:
+        link = self._lender(path)
+        if link is None or self.lending is None:
+            return Lane(path, self._links, slots, self._chunk, self._backend)
+        try:
+            segments = self.lending.segments
+            return BorrowedLane(path, self._links, slots, self._chunk, self._backend, link, segments)
+        except FerryError as e:
+            self._lose(path, e)
+            return None
+
+    def _lender(self, path: FabricPath) -> Link | None:
+        """The process that a path leads through, if it is another one."""
+        if self.lending is None or path.via is None:
+            return None
+        return self.lending.links.get(self._peers[path.via])
 
     # -- in the backend's streams ------------------------------------------------------------------------------------
     def install(self) -> None:
@@ -138,7 +133,7 @@ class Transfers:
         Raises:
             FerryError: another engine has its transfers assisted on this backend.
         """
-        streams = [self._backend.stream(name) for name in STREAMS]
+        streams = [self._backend.stream(name) for name in STREAMS if self._paths]
         if any(stream.carrier is not None for stream in streams):
             raise FerryError(
                 "Config.assist_devices: the assisting devices are busy, another engine of this process uses them; "
@@ -154,29 +149,37 @@ class Transfers:
             stream.carrier = None
         self._streams = []
         self._pool.shutdown()
+        if self.lending is not None:
+            self.lending.close()
 
     def carry(self, stream: Stream, dst: torch.Tensor, src: torch.Tensor) -> bool:
         """Take a stream's copy on. False: it is small, or no peer is left, and the stream copies as it always does
         (never with emulated links, which make direct copies take their time too)."""
         direction = STREAMS[stream.name]
+        if self._left:
+            self._tell_who_left()
         if not self._queues:
             self.move(dst, src, direction)
             return True
-        shares = self.shares(src.nbytes, direction)
+        shares = self.shares(src.nbytes, direction, src if direction == "h2d" else dst)
         if not any(share for path, share in shares if path.via is not None):
             return False
         self._queue(stream, flat(dst), flat(src), shares)
         return True
 
-    def shares(self, nbytes: int, direction: str) -> list[tuple[FabricPath, int]]:
-        """Bytes of a transfer on each path that is still in use, as static dispatch divides them."""
-        found = self._shares.get((direction, nbytes))
+    def shares(
+        self, nbytes: int, direction: str, host: torch.Tensor | None = None
+    ) -> list[tuple[FabricPath, int]]:
+        """Bytes of a transfer on each path that is still in use, as static dispatch divides them. `host`: its memory on
+        the host, which lenders must have mapped."""
+        seen = self._seen(host)
+        found = self._shares.get((direction, nbytes, seen))
         if found is None:  # the same few sizes again and again: dividing takes longer than a small copy
-            paths = self._live(direction)
+            paths = self._live(direction, seen)
             found = list(zip(paths.paths, paths.split(nbytes), strict=True))
             with self._lock:
                 if all(path.name not in self._lost for path in paths.paths):
-                    self._shares[direction, nbytes] = found
+                    self._shares[direction, nbytes, seen] = found
         return found
 
     # -- copies that are queued ----------------------------------------------------------------------------------------
@@ -219,7 +222,7 @@ class Transfers:
         nbytes = source.numel()
         if not nbytes:
             return
-        found = self._live(direction)
+        found = self._live(direction, self._seen(source if direction == "h2d" else to))
         if only is not None:
             used = [i for i, path in enumerate(found.paths) if path.name == only]
             if not used:
@@ -287,16 +290,37 @@ class Transfers:
                 raise
 
     # -- peers that fail -----------------------------------------------------------------------------------------------
-    def _live(self, direction: str) -> PathSet:
+    def _seen(self, host: torch.Tensor | None) -> bool:
+        """Whether processes that lend devices see this host memory; True where none does."""
+        return self.lending is None or host is None or self.lending.segments.find(host) is not None
+
+    def _live(self, direction: str, seen: bool = True) -> PathSet:
+        """The paths that are in use; not those through other processes for memory that these have not `seen`."""
         found = self._paths[direction]
-        if not self._lost:
+        if not self._lost and seen:
             return found
-        return PathSet(tuple(p for p in found.paths if p.name not in self._lost), found.capacity)
+        live = (p for p in found.paths if p.name not in self._lost and (seen or self._lender(p) is None))
+        return PathSet(tuple(live), found.capacity)
 
     def _lose(self, path: FabricPath, error: BaseException) -> None:
         with self._lock:
             self._lost.add(path.name)
             self._shares.clear()
+            if isinstance(error, Left):  # it may have ended its training as we are about to
+                self._left[path.name] = (path, error, time.monotonic())
+                return
+        self._tell(path, error)
+
+    def _tell_who_left(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            long_ago = [name for name, (_, _, when) in self._left.items() if now - when >= QUIET]
+            late = [self._left.pop(name) for name in long_ago]
+        for path, error, _ in late:
+            self._tell(path, error)
+
+    def _tell(self, path: FabricPath, error: BaseException) -> None:
+        with self._lock:
             first, self._warned = not self._warned, True
         if first:
             warnings.warn(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from harness import toy_fabric
-from memferry_ascend.topology import Figures, Measured, MeasuredPath
+from memferry_ascend.topology import Figures, Measured, MeasuredPath, PathSet, load
 
 import memferry_ascend as mf
 from memferry_ascend import assist, runtime
@@ -125,3 +125,65 @@ def test_a_probe_of_the_ranks_own_device_is_needed(tmp_path: Path, monkeypatch: 
     Measured("lacks", (*one, *two[:2])).save(file)
     with pytest.raises(ConfigError, match="no h2d path to cuda:1 through cuda:3; probe again"):
         assist.for_engine(rank(monkeypatch, str(file), 1, 2), config)
+
+
+# -- ranks that lend to each other -------------------------------------------------------------------------------------
+def lent(fabric: str, wishes: dict[int, tuple[int, ...]], mine: int = 0) -> dict[str, PathSet]:
+    """Paths of device `mine` by direction, of a node whose ranks ask for `wishes`."""
+    found = load(fabric)
+    return assist._paths(found, assist.device_names(found), len(wishes), wishes, mine)
+
+
+def vias(paths: PathSet) -> list[str | None]:
+    return [p.via for p in paths.paths]
+
+
+def test_a_device_that_trains_lends_what_all_others_leave(tmp_path: Path) -> None:
+    """Two ranks with 50 GB/s each and a host with 130: 30 are left, which both ask for."""
+    file = tmp_path / "toy.yaml"
+    file.write_text(toy_fabric(4, host=130))
+    for wishes, each in (({0: (1,), 1: ()}, 30e9), ({0: (1,), 1: (0,)}, 15e9)):
+        for paths in lent(str(file), wishes).values():
+            assert vias(paths) == [None, "npu1"]
+            rates = [p.bandwidth for p in paths.together()]
+            assert sum(rates) == pytest.approx(50e9 + each)
+    # An idle device comes first, and leaves nothing here.
+    with pytest.warns(RuntimeWarning, match="npu1 lends nothing"):
+        found = lent(str(file), {0: (1, 2), 1: ()})
+    assert all(vias(paths) == [None, "npu2"] for paths in found.values())
+
+
+def test_own_links_of_a_lender_are_its_own_first(tmp_path: Path) -> None:
+    """The lender's link has 60 GB/s, of which its own copies take 50."""
+    file = tmp_path / "toy.yaml"
+    file.write_text(toy_fabric(2, host=900).replace("bandwidth: 200 GB/s", "bandwidth: 60 GB/s"))
+    for paths in lent(str(file), {0: (1,), 1: ()}).values():
+        assert vias(paths) == [None, "npu1"]
+        shares = paths.split(60 << 20)
+        assert shares[1] / sum(shares) == pytest.approx(1 / 6, abs=0.01)
+
+
+def test_without_a_model_of_links_a_lender_shares_evenly(tmp_path: Path) -> None:
+    figures = Figures(0.0, 4e10)
+    rows = [
+        MeasuredPath(name, "host", f"npu:{d}", via, figures, figures)
+        for d in range(3)
+        for name, via in [("direct", None), *((f"via npu:{p}", f"npu:{p}") for p in range(3) if p != d)]
+    ]
+    file = tmp_path / "probe.json"
+    Measured("three", tuple(rows)).save(file)
+    paths = lent(str(file), {0: (1,), 1: (), 2: (1,)})["h2d"]
+    assert [p.bandwidth for p in paths.paths] == [4e10, pytest.approx(4e10 / 3)]  # itself, npu:0, npu:2
+    Measured("lacks", tuple(r for r in rows if r.via != "npu:1")).save(file)
+    with pytest.raises(ConfigError, match="no h2d path to npu:0 through npu:1; probe again"):
+        lent(str(file), {0: (1,), 1: ()})
+
+
+def test_each_rank_may_have_idle_devices_of_its_own(fabric: str) -> None:
+    for mine, peer in ((0, "npu2"), (1, "npu3")):
+        for paths in lent(fabric, {0: (2,), 1: (3,)}, mine).values():
+            assert vias(paths) == [None, peer]
+
+
+def test_a_rank_that_asked_for_nothing_has_no_paths(fabric: str) -> None:
+    assert lent(fabric, {0: (1,), 1: ()}, mine=1) == {}

@@ -228,6 +228,17 @@ class Acl:
                 found.append(other)
         return found
 
+    def reach(self, other: int) -> bool:
+        """Open access from this device to another, which belongs to another process and is not touched."""
+        can = c_int32()
+        code = self.code("aclrtDeviceCanAccessPeer", byref(can), c_int32(self.device), c_int32(other))
+        self.bind()
+        return (
+            code == 0
+            and can.value != 0
+            and self.code("aclrtDeviceEnablePeerAccess", c_int32(other), c_uint32(0)) == 0
+        )
+
     def open_peer(self, other: int) -> bool:
         """Open access between this device and another, both ways: either is opened by the one that will use it. torch_npu
         never hears of the other device: autograd would switch to a default stream there that nobody made, and the end of
@@ -239,3 +250,40 @@ class Acl:
             self.bind()
         here = self.code("aclrtDeviceEnablePeerAccess", c_int32(other), c_uint32(0))
         return here == 0 and there == 0
+
+
+class Held:
+    """Streams, events and memory of one device that were made past torch_npu, and are given back together."""
+
+    _SYNC_EVENT = 1
+    """ACL_EVENT_SYNC: orders streams, and takes no time stamp."""
+
+    def __init__(self, device: int) -> None:
+        self.acl = Acl(device)
+        self._made: list[tuple[str, int]] = []
+
+    def _make(self, name: str, undo: str, *arguments: Any) -> int:
+        out = c_void_p()
+        self.acl.call(name, byref(out), *arguments, doing=f"a relay on device {self.acl.device}")
+        assert out.value is not None
+        self._made.append((undo, out.value))
+        return out.value
+
+    def stream(self) -> int:
+        return self._make("aclrtCreateStream", "aclrtDestroyStream")
+
+    def event(self) -> int:
+        return self._make("aclrtCreateEventWithFlag", "aclrtDestroyEvent", c_uint32(self._SYNC_EVENT))
+
+    def notify(self) -> int:
+        return self._make("aclrtCreateNotify", "aclrtDestroyNotify", c_uint64(0))
+
+    def buffer(self, nbytes: int) -> int:
+        return self._make("aclrtMalloc", "aclrtFree", c_size_t(nbytes), c_int32(0))
+
+    def undo(self) -> None:
+        """Give everything back; a device that is lost takes it with it."""
+        if self.acl.code("aclrtSetDevice", c_int32(self.acl.device)) == 0:
+            for name, handle in reversed(self._made):
+                self.acl.code(name, c_void_p(handle))
+        self._made.clear()

@@ -20,6 +20,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from ctypes import byref, c_int32
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ import torch
 from memferry_ascend import sizes
 from memferry_ascend.backends import ascend_probe
 from memferry_ascend.backends.acl import Acl, Block
+from memferry_ascend.backends.ascend_lending import AscendBorrowed, AscendLoan
 from memferry_ascend.backends.ascend_queues import AscendCompute, AscendEvent, AscendStream, Gate, naming
 from memferry_ascend.backends.ascend_relay import AscendRelays
 from memferry_ascend.backends.base import (
@@ -122,7 +124,7 @@ class AscendBackend(Backend):
     """
 
     name = "ascend"
-    carries = queues_relays = True
+    carries = queues_relays = lends = True
 
     def __init__(self, index: int = 0) -> None:
         super().__init__()
@@ -177,11 +179,16 @@ class AscendBackend(Backend):
         return self._driver
 
     # -- memory ----------------------------------------------------------------------------------------------------
-    def alloc_host(self, nbytes: int, *, mapped: bool, shared: str | None = None) -> HostSlab:
+    def host_bytes(self, nbytes: int) -> int:
+        return align(nbytes + _OVERREAD, 4096)
+
+    def alloc_host(
+        self, nbytes: int, *, mapped: bool, shared: str | None = None, file: int | None = None
+    ) -> HostSlab:
         if not mapped:
             pages = Pages(align(nbytes, 4096))
             return HostSlab(nbytes, pages.tensor[:nbytes], None, pages)
-        several = Pages(align(nbytes + _OVERREAD, 4096), shared) if shared else None
+        several = Pages(self.host_bytes(nbytes), shared, file=file) if shared or file is not None else None
         block = self.acl.allocate(nbytes + _OVERREAD, self.route, several)
         try:
             device = self._view(block)
@@ -221,6 +228,15 @@ class AscendBackend(Backend):
             return
         # A kernel or copy that still runs would meet memory that is gone.
         self.synchronize()
+        self._unmap(block)
+
+    def drop_host(self, slab: HostSlab) -> None:
+        block = slab.handle
+        assert isinstance(block, Block)
+        slab.host, slab.device = torch.empty(0, dtype=torch.uint8), None
+        self._unmap(block)
+
+    def _unmap(self, block: Block) -> None:
         self._host.remove(block.address)
         if block.device_address != block.address:
             self._alias.remove(block.device_address)
@@ -313,6 +329,21 @@ class AscendBackend(Backend):
     def relays_done(self, stream: Stream) -> None:
         assert isinstance(stream, AscendStream)
         self.relays.done(stream)
+
+    # -- devices of other processes --------------------------------------------------------------------------------
+    def process(self) -> int:
+        found = c_int32()
+        self.acl.call("aclrtDeviceGetBareTgid", byref(found), doing="asking for this process's number")
+        return found.value
+
+    def lend(self, nbytes: int, borrower: int) -> AscendLoan:
+        return AscendLoan(self, nbytes, borrower)
+
+    def borrow(self, key: str, file: int | None, nbytes: int, owner: int) -> AscendBorrowed:
+        return AscendBorrowed(self, key, owner)
+
+    def end_borrowing(self) -> None:
+        self.relays.drop_borrowed()
 
     def hold(self, streams: Sequence[Stream]) -> Callable[[], None]:
         if self._gate is None:

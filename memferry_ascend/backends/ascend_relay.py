@@ -14,13 +14,13 @@ Buffers, streams and events are the runtime's own (`aclrtMalloc`, ...): torch_np
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import byref, c_int32, c_uint32, c_void_p
-from typing import TYPE_CHECKING, Any
+from ctypes import byref, c_int32, c_void_p
+from typing import TYPE_CHECKING
 
 import torch
 
-from memferry_ascend.backends.acl import Acl, describe
+from memferry_ascend.backends.acl import Held, describe
+from memferry_ascend.backends.ascend_lending import AscendBorrowedRelay
 from memferry_ascend.backends.base import BytesLost, NotSupported
 from memferry_ascend.backends.relays import Relays
 from memferry_ascend.errors import FerryError
@@ -28,42 +28,15 @@ from memferry_ascend.errors import FerryError
 if TYPE_CHECKING:
     from memferry_ascend.backends.ascend import AscendBackend, AscendStream
 
-_SYNC_EVENT = 1
-"""ACL_EVENT_SYNC: orders streams, and takes no time stamp."""
 
-
-class _Side:
+class _Side(Held):
     """One of the two devices of a relay: its runtime calls and what was made there."""
 
     def __init__(self, device: int) -> None:
         from memferry_ascend import _ops
 
-        self.acl = Acl(device)
+        super().__init__(device)
         self.driver = _ops.Driver("ascend", "", device)
-        self._made: list[tuple[str, int]] = []
-
-    def _make(self, name: str, undo: str, *arguments: Any) -> int:
-        out = c_void_p()
-        self.acl.call(name, byref(out), *arguments, doing=f"a relay on device {self.acl.device}")
-        assert out.value is not None
-        self._made.append((undo, out.value))
-        return out.value
-
-    def stream(self) -> int:
-        return self._make("aclrtCreateStream", "aclrtDestroyStream")
-
-    def event(self) -> int:
-        return self._make("aclrtCreateEventWithFlag", "aclrtDestroyEvent", c_uint32(_SYNC_EVENT))
-
-    def buffer(self, nbytes: int) -> int:
-        return self._make("aclrtMalloc", "aclrtFree", ctypes.c_size_t(nbytes), c_int32(0))
-
-    def undo(self) -> None:
-        """Give everything back; a device that is lost takes it with it."""
-        if self.acl.code("aclrtSetDevice", c_int32(self.acl.device)) == 0:
-            for name, handle in reversed(self._made):
-                self.acl.code(name, c_void_p(handle))
-        self._made.clear()
 
 
 class AscendRelay:
@@ -144,20 +117,35 @@ class AscendRelay:
         self._mine.acl.code("aclrtSetDevice", c_int32(self._mine.acl.device))
 
 
-class AscendRelays(Relays["AscendStream", AscendRelay]):
-    """Of one NPU."""
+class AscendRelays(Relays["AscendStream", "AscendRelay | AscendBorrowedRelay"]):
+    """Of one NPU, through peers that this process drives and through those of other processes."""
 
     def __init__(self, backend: AscendBackend) -> None:
         super().__init__()
         self._backend = backend
 
-    def _make(self, stream: AscendStream, peer: int, to_device: bool, chunk: int, slots: int) -> AscendRelay:
+    def _make(
+        self, stream: AscendStream, peer: int, to_device: bool, chunk: int, slots: int
+    ) -> AscendRelay | AscendBorrowedRelay:
+        lending = self._backend.lending
+        if lending is not None and peer in lending.links:
+            return AscendBorrowedRelay(
+                self._backend, stream, lending.links[peer], lending.segments, to_device, chunk, slots
+            )
         self._check(peer)
         return AscendRelay(self._backend, stream, peer, to_device, chunk, slots)
 
-    def _retire(self, stream: AscendStream, relay: AscendRelay) -> None:
+    def _retire(self, stream: AscendStream, relay: AscendRelay | AscendBorrowedRelay) -> None:
         relay.check(wait=True)
         relay.close()
+
+    def drop_borrowed(self) -> None:
+        """End the relays through devices of other processes."""
+        with self._lock:
+            for key, (_, _, relay) in list(self._made.items()):
+                if isinstance(relay, AscendBorrowedRelay):
+                    relay.close()
+                    del self._made[key]
 
     def check(self) -> None:
         """Wait for all relays; raise what one of them lost."""

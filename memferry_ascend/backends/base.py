@@ -17,6 +17,7 @@ stream blocks the caller, which is the same promise.
 
 from __future__ import annotations
 
+import os
 import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -26,9 +27,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memferry_ascend import sizes
+from memferry_ascend.backends.loans import Borrowed, Loan
 from memferry_ascend.errors import FerryError
 
 if TYPE_CHECKING:
+    from memferry_ascend.lending import Lending
     from memferry_ascend.topology import EmulatedLinks
 
 ALIGNMENT = 512
@@ -221,12 +224,15 @@ class Backend(ABC):
 
     # -- memory ----------------------------------------------------------------------------------------------------
     @abstractmethod
-    def alloc_host(self, nbytes: int, *, mapped: bool, shared: str | None = None) -> HostSlab:
+    def alloc_host(
+        self, nbytes: int, *, mapped: bool, shared: str | None = None, file: int | None = None
+    ) -> HostSlab:
         """Zeroed host memory, at least 4 KiB aligned. `mapped` memory is registered with the device and has a
         `device` face; other memory is ordinary pages for the host only. The only place that allocates host memory.
 
         shared: a name. Processes of this machine that ask for the same name and size get the same memory, each
             registered with its own device; the first one gets it zeroed. `hostmem.forget` removes the name.
+        file: a descriptor (`hostmem.nameless`) of `host_bytes(nbytes)` that other processes map too.
 
         Raises:
             FerryError: the system refused (out of memory, locked-memory limit), naming bytes and the limit.
@@ -239,6 +245,14 @@ class Backend(ABC):
     @abstractmethod
     def free_host(self, slab: HostSlab) -> None:
         """Unregister and return the pages. The caller has synchronised with every user of the slab."""
+
+    def host_bytes(self, nbytes: int) -> int:
+        """Bytes that `alloc_host` maps for `nbytes`, and needs behind a `file`."""
+        return align(nbytes, 4096)
+
+    def drop_host(self, slab: HostSlab) -> None:
+        """`free_host` of a slab that certainly nobody uses: does not wait for the device."""
+        self.free_host(slab)
 
     @abstractmethod
     def alloc_device(self, nbytes: int) -> torch.Tensor:
@@ -345,6 +359,34 @@ class Backend(ABC):
     def relays_done(self, stream: Stream) -> None:
         """Everything queued on `stream` from now on runs after the relays queued for it."""
         return None
+
+    # -- devices of other processes (lending.py) -------------------------------------------------------------------
+    lends: bool = False
+    """Other processes may relay through this device (`lend`), and this one through theirs (`borrow`)."""
+
+    lending: Lending | None = None
+    """What an engine on this backend borrows and lends now."""
+
+    def end_borrowing(self) -> None:
+        """Let go of everything that relays through devices of other processes."""
+        return None
+
+    def process(self) -> int:
+        """This process, as its device's runtime names it to others."""
+        return os.getpid()
+
+    def lend(self, nbytes: int, borrower: int) -> Loan:
+        """Staging memory on this device, for the process `borrower` (its `process()`) to import.
+
+        Raises:
+            NotSupported: this family cannot share device memory.
+            FerryError: no room, or the runtime refused.
+        """
+        raise NotSupported(f"backend {self.name!r} cannot lend its device to other processes")
+
+    def borrow(self, key: str, file: int | None, nbytes: int, owner: int) -> Borrowed:
+        """Import what another process, on device `owner`, has lent. Raises as `lend`."""
+        raise NotSupported(f"backend {self.name!r} cannot relay through devices of other processes")
 
     def hold(self, streams: Sequence[Stream]) -> Callable[[], None]:
         """Keep `streams` from running what is queued from now on, until the function returned is called; all go on

@@ -7,6 +7,7 @@ on the compute stream blocks the caller. Activations live in ordinary memory and
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -28,7 +29,8 @@ from memferry_ascend.backends.base import (
     Stream,
     align,
 )
-from memferry_ascend.backends.hostmem import Pages
+from memferry_ascend.backends.hostmem import Pages, nameless
+from memferry_ascend.backends.loans import Borrowed, Loan
 from memferry_ascend.errors import FerryError
 
 
@@ -166,11 +168,52 @@ class CpuCompute(Compute):
         return None
 
 
+class CpuLoan(Loan):
+    """Pages that count as this device's memory."""
+
+    def __init__(self, backend: CpuBackend, nbytes: int) -> None:
+        backend._take(nbytes)
+        self._backend, self._nbytes = backend, nbytes
+        try:
+            self.file: int | None = nameless(nbytes)
+            self._pages = Pages(nbytes, file=self.file)
+        except BaseException:
+            backend._freed(nbytes)
+            raise
+
+    def carry(self, at: int, host: torch.Tensor, to_device: bool) -> None:
+        self._backend._at("lend:h2d" if to_device else "lend:d2h")
+        staged = self._pages.tensor[at : at + host.numel()]
+        with torch.no_grad():
+            if to_device:
+                staged.copy_(host)
+            else:
+                host.copy_(staged)
+
+    def close(self) -> None:
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
+            self._pages.close()
+            self._backend._freed(self._nbytes)
+
+
+class CpuBorrowed(Borrowed):
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
+
+    def part(self, at: int, nbytes: int) -> torch.Tensor:
+        return self._pages.tensor[at : at + nbytes]
+
+    def close(self) -> None:
+        self._pages.close()
+
+
 class CpuBackend(Backend):
     """`limit` bounds the bytes the engine may hold as device memory (buffers, slots, kept gradients)."""
 
     name = "cpu"
-    carries = True
+    carries = lends = True
     swaps = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
     def __init__(self, limit: int | None = None) -> None:
@@ -182,8 +225,10 @@ class CpuBackend(Backend):
         self._allocated = 0
         self._peak = 0
 
-    def alloc_host(self, nbytes: int, *, mapped: bool, shared: str | None = None) -> HostSlab:
-        pages = Pages(align(nbytes, 4096), shared, self.node)
+    def alloc_host(
+        self, nbytes: int, *, mapped: bool, shared: str | None = None, file: int | None = None
+    ) -> HostSlab:
+        pages = Pages(align(nbytes, 4096), shared, self.node, file)
         # The device face is a second tensor over the same bytes: same memory, another object.
         device = pages.tensor.view(-1) if mapped else None
         return HostSlab(nbytes, pages.tensor[:nbytes], device[:nbytes] if device is not None else None, pages)
@@ -196,6 +241,14 @@ class CpuBackend(Backend):
 
     def alloc_device(self, nbytes: int) -> torch.Tensor:
         nbytes = align(nbytes)
+        self._take(nbytes)
+        # 64 bytes are what torch gives; ask for more and start on our own alignment.
+        raw = torch.empty(nbytes + 512, dtype=torch.uint8)
+        skip = -raw.data_ptr() % 512
+        weakref.finalize(raw.untyped_storage(), self._freed, nbytes)
+        return raw[skip : skip + nbytes]
+
+    def _take(self, nbytes: int) -> None:
         with self._lock:
             if self._allocated + nbytes > self.limit:
                 raise DeviceOutOfMemory(
@@ -204,11 +257,6 @@ class CpuBackend(Backend):
                 )
             self._allocated += nbytes
             self._peak = max(self._peak, self._allocated)
-        # 64 bytes are what torch gives; ask for more and start on our own alignment.
-        raw = torch.empty(nbytes + 512, dtype=torch.uint8)
-        skip = -raw.data_ptr() % 512
-        weakref.finalize(raw.untyped_storage(), self._freed, nbytes)
-        return raw[skip : skip + nbytes]
 
     def _freed(self, nbytes: int) -> None:
         with self._lock:
@@ -221,6 +269,14 @@ class CpuBackend(Backend):
     def reset_peak(self) -> None:
         with self._lock:
             self._peak = self._allocated
+
+    def lend(self, nbytes: int, borrower: int) -> CpuLoan:
+        return CpuLoan(self, align(nbytes, 4096))
+
+    def borrow(self, key: str, file: int | None, nbytes: int, owner: int) -> CpuBorrowed:
+        if file is None:
+            raise FerryError("the lender sent no descriptor of its memory")
+        return CpuBorrowed(Pages(align(nbytes, 4096), file=file))
 
     def _new_stream(self, name: str) -> Stream:
         return CpuStream(self, name)

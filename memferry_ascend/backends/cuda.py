@@ -241,8 +241,10 @@ class CudaBackend(Backend):
         return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
     # -- memory ----------------------------------------------------------------------------------------------------
-    def alloc_host(self, nbytes: int, *, mapped: bool, shared: str | None = None) -> HostSlab:
-        pages = Pages(align(nbytes, 4096), shared, self.node)
+    def alloc_host(
+        self, nbytes: int, *, mapped: bool, shared: str | None = None, file: int | None = None
+    ) -> HostSlab:
+        pages = Pages(align(nbytes, 4096), shared, self.node, file)
         if not mapped:
             return HostSlab(nbytes, pages.tensor[:nbytes], None, pages)
         address = pages.tensor.data_ptr()

@@ -102,8 +102,8 @@ def test_a_kernel_gets_the_devices_address() -> None:
         COMMON
         + """
 real = Acl.allocate
-def swapped(self, nbytes, route):
-    block = real(self, nbytes, route)
+def swapped(self, *arguments):
+    block = real(self, *arguments)
     block.device_address = block.address
     return block
 Acl.allocate = swapped

@@ -165,7 +165,7 @@ def trained(assist):
     engine.close()
     return state
 def halves(carried):
-    def shares(nbytes, direction):
+    def shares(nbytes, direction, host=None):
         paths = carried._live(direction).paths
         return [(paths[0], nbytes - nbytes // 2), (paths[1], nbytes // 2)]
     return shares

@@ -1,0 +1,48 @@
+"""Two ranks with an emulated NPU each lend to each other: the bits of ranks that do not. Coordinated by gloo."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import emulator
+import pytest
+import torch
+from parallel.world import Case, launch
+
+EACH_OTHER = [[1], [0]]
+RUNS: list[dict[str, Any]] = [
+    {"wishes": [], "modes": "GFGB", "precision": "fp32"},
+    {"wishes": EACH_OTHER, "modes": "GFGB", "precision": "fp32"},
+    {"wishes": EACH_OTHER, "modes": "random", "precision": "fp32", "update": "backward"},
+]
+
+
+def surroundings(**settings: object) -> dict[str, str]:
+    """Variables for ranks on emulated NPUs that talk by gloo."""
+    found = emulator.environment(devices=2, **settings)  # type: ignore[arg-type]
+    found["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), found["PYTHONPATH"]])
+    return found | {"MEMFERRY_BACKEND": "ascend", "MEMFERRY_COLLECTIVES": "gloo"}
+
+
+def test_ranks_that_lend_have_the_bits_of_ranks_that_do_not(tmp_path: Path, profile_cache: Path) -> None:
+    if emulator.why_not():
+        pytest.skip(emulator.why_not() or "")
+    report = tmp_path / "report"
+    cases: list[Case] = [("parallel.lending_cases:lent", run) for run in RUNS]
+    cases += [("parallel.lending_cases:leaves_early", {"first": 1})]
+    settings = surroundings(jitter="100:3", report=report) | {"MEMFERRY_CACHE": str(profile_cache)}
+    plain, *others, early = launch(2, cases, tmp_path, **settings)
+    for run, ranks in zip(RUNS[1:], others, strict=True):
+        for rank, (got, want) in enumerate(zip(ranks, plain, strict=True)):
+            assert got["losses"] == want["losses"], run
+            for name, value in want["state"]["model"].items():
+                assert torch.equal(got["state"]["model"][name], value), (run, name)
+            assert got["moved"]["direct"] > 0 and got["moved"][f"via npu{1 - rank}"] > 0
+            assert got["lent"] and not got["told"] and not got["threads"]
+    for rank, got in enumerate(early):
+        assert got["moved"][f"via npu{1 - rank}"] > 0 and not got["threads"]
+    said = report.read_text().splitlines() if report.exists() else []
+    # Asking which layer kinds may read host memory meets operators that nobody emulates.
+    assert [line for line in said if "is not emulated" not in line] == []
