@@ -149,9 +149,8 @@ class Arena:
         self.bytes_by_kind.clear()
 
     def _free(self, slab: HostSlab) -> None:
-        if self.segments is not None:
-            self.segments.forget(slab)
-        self._backend.free_host(slab)
+        free = self._backend.free_host if self.segments is None else self.segments.free
+        free(slab)
 
 
 class UnitMemory:

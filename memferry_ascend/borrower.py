@@ -274,7 +274,7 @@ class Segments:
         self._lock = threading.Lock()
         self._starts: list[int] = []
         self._known: list[tuple[int, int]] = []  # (end, segment), in the order of _starts
-        self._mine: set[int] = set()
+        self._mine: set[int] = set()  # where slabs begin whose memory is nobody else's
         self._said = False
         self._numbers = 0
 
@@ -324,7 +324,7 @@ class Segments:
                 self._starts.insert(at, start)
                 self._known.insert(at, (start + slab.nbytes, number))
                 if mine:
-                    self._mine.add(number)
+                    self._mine.add(start)
             for link in self._links.values():
                 with contextlib.suppress(FerryError):  # lost: nobody asks it for anything
                     link.send(Message(Kind.SEGMENT, segment=number, nbytes=slab.nbytes), file)
@@ -339,12 +339,20 @@ class Segments:
                 return
             del self._starts[at]
             _, number = self._known.pop(at)
-            if number in self._mine:  # lenders may map it for a moment yet: the memory goes now
-                self._mine.remove(number)
-                hostmem.empty(slab.host)
         for link in self._links.values():
             with contextlib.suppress(FerryError):
                 link.send(Message(Kind.DROP, segment=number))
+
+    def free(self, slab: HostSlab) -> None:
+        """`forget`, and `Backend.free_host`."""
+        with self._lock:
+            mine = slab.host.data_ptr() in self._mine
+            self._mine.discard(slab.host.data_ptr())
+        pages = slab.host
+        self.forget(slab)
+        self._backend.free_host(slab)
+        if mine:  # lenders may map it for a moment yet: the memory goes now
+            hostmem.empty(pages)
 
     def find(self, host: torch.Tensor) -> Place | None:
         """Where a contiguous host tensor lies; None if lenders cannot see (all of) it."""

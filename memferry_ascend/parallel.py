@@ -80,6 +80,8 @@ class Ranks:
             if i == self.index:
                 self.across = group
         self._failing, self._said = threading.Lock(), ""
+        self._queueing = threading.Lock(), threading.Lock()
+        """Held while a lane queues a collective, one for each: the first of a group waits there for the other ranks."""
         self._vigil = Vigil(self, backend.synchronize) if self.on_device else None
         self._excepthook = sys.excepthook
         sys.excepthook = self._uncaught
@@ -179,7 +181,10 @@ class Ranks:
             wait(dist.all_to_all_single(host, source.cpu(), received, sent, group=group, async_op=True))
             out.copy_(host)
             return
-        wait(dist.all_to_all_single(out, source, received, sent, group=group, async_op=True))
+        with self._queueing[0]:
+            self.check()
+            work = dist.all_to_all_single(out, source, received, sent, group=group, async_op=True)
+        wait(work)
 
     def all_gather(
         self, out: torch.Tensor, piece: torch.Tensor, wait: Callable[[Any], None], group: Any
@@ -191,7 +196,10 @@ class Ranks:
             wait(_all_gather_single(host, piece.cpu(), group=group, async_op=True))
             out.copy_(host)
             return
-        wait(_all_gather_single(out, piece, group=group, async_op=True))
+        with self._queueing[group is self.loads]:
+            self.check()
+            work = _all_gather_single(out, piece, group=group, async_op=True)
+        wait(work)
 
     def exchange(self, row: torch.Tensor, wait: Callable[[Any], None], *, near: bool = False) -> torch.Tensor:
         """All ranks' rows of a CPU tensor, one below the other, for the user's thread; with `near` those of this node,
@@ -218,6 +226,12 @@ class Ranks:
         """Raise if the vigil has heard that another rank has failed: nothing more may be queued that waits for it."""
         if self._vigil is not None and self._vigil.heard is not None:
             raise self._vigil.heard
+
+    def queued(self, seconds: float) -> None:
+        """Block, not for longer, until no collective is about to be queued that was not refused by `check`."""
+        for lock in self._queueing:
+            if lock.acquire(timeout=seconds):
+                lock.release()
 
     def explained(self) -> _Explained:
         """A block in which torch.distributed's errors become one that says who failed and why."""

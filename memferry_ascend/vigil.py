@@ -57,6 +57,7 @@ class Vigil:
             error = closed
         self.heard = error
         self.fail()
+        self._ranks.queued(GRACE)
         if not self._device_ends(self._ranks.abort).wait(GRACE):
             # Past sys.stderr, which torch replaces while it prints a traceback.
             os.write(2, f"memferry: {self._ranks.explain(error)}\n".encode())

@@ -238,7 +238,7 @@ def test_memory_goes_back_to_the_system_although_others_map_it(pair: Callable[..
     slab = two.slab(100_000)
     kept = slab.host
     kept.fill_(7)
-    two.lending.segments.forget(slab)
+    two.lending.segments.free(slab)
     assert not kept.any()  # fresh pages
 
 

@@ -473,6 +473,6 @@ def test_deaths_at_random_points(tmp_path: Path, profile_cache: Path, seed: int)
     assert codes[death.victim] == -signal.SIGKILL
     for rank in {0, 1, 2} - {death.victim}:
         assert codes[rank] in (1, 2), said[rank]
-        assert f"memferry: rank {rank} of 3 stops: another rank failed" in said[rank]
+        assert f"rank {rank} of 3 stops: another rank failed" in said[rank]
     assert seconds < test_train.BOUND
     assert test_train.recorded(death.out) == test_train.recorded(tmp_path / "whole")

@@ -88,8 +88,7 @@ class Relayed:
         self.backend.synchronize()
         self.transfers.close()
         for slab in self.slabs:
-            self.lending.segments.forget(slab)
-            self.backend.free_host(slab)
+            self.lending.segments.free(slab)
 
 
 @pytest.fixture
