@@ -27,7 +27,7 @@ import memferry_ascend as mf
 from memferry_ascend import runtime
 from memferry_ascend.backends.cpu import CpuStream
 from memferry_ascend.planner import LayerPlan, Mode, Plan
-from memferry_ascend.planning import supports
+from memferry_ascend.placement import supports
 
 Case = tuple[str, dict[str, Any]]
 
