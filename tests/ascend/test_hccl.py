@@ -421,7 +421,7 @@ def test_a_rank_that_is_killed_ends_the_others_with_a_message(endings: Path) -> 
     assert killed == -signal.SIGKILL
     assert code == 1
     assert "memferry: rank 0 of 2 stops: another rank failed; rank 1 no longer answers" in said
-    assert said.count("loss") == 2
+    assert sum(line.startswith("loss") for line in said.splitlines()) == 2  # tracebacks show the word too
     assert when - died < test_train.BOUND
 
 
