@@ -26,8 +26,8 @@ from harness import LENGTH, VOCAB, layer_names, make_model, small_units
 import memferry_ascend as mf
 from memferry_ascend import runtime
 from memferry_ascend.backends.cpu import CpuStream
-from memferry_ascend.planner import LayerPlan, Mode, Plan
 from memferry_ascend.placement import supports
+from memferry_ascend.planner import LayerPlan, Mode, Plan
 
 Case = tuple[str, dict[str, Any]]
 
