@@ -369,6 +369,7 @@ def test_nobody_waits_for_a_rank_that_has_given_up(worlds: dict[str, World]) -> 
 
 
 # -- programs ----------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_train_under_torchrun_equals_gloo_on_the_cpu(tmp_path: Path, profile_cache: Path) -> None:
     words = test_train.words(tmp_path, "cpu", "--steps", "4")
     (codes, said), *_ = test_train.tiny(tmp_path / "forked", 2, [(words, {})])
