@@ -416,6 +416,7 @@ def ending(folder: Path, kind: str) -> list[tuple[int, float, str]]:
     return out
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_others_with_a_message(endings: Path) -> None:
     """Although the device, and with it the thread that asks for the loss, waits for it (for 1836 s)."""
     (code, when, said), (killed, died, _) = ending(endings, "killed")
@@ -426,6 +427,7 @@ def test_a_rank_that_is_killed_ends_the_others_with_a_message(endings: Path) -> 
     assert when - died < test_train.BOUND
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_the_others_with_its_reason(endings: Path) -> None:
     (code, _, said), (raised, _, reason) = ending(endings, "raises")
     assert raised == code == 1
@@ -433,6 +435,7 @@ def test_a_rank_that_raises_ends_the_others_with_its_reason(endings: Path) -> No
     assert "first cause: rank 1: the data set of rank 1 is damaged" in said
 
 
+@pytest.mark.slow
 def test_nothing_is_queued_that_would_wait_for_a_rank_that_was_killed(endings: Path) -> None:
     """Else closing the engine would wait for the device, which nobody watches any more."""
     (code, _, said), (killed, _, _) = ending(endings, "late")
@@ -442,6 +445,7 @@ def test_nothing_is_queued_that_would_wait_for_a_rank_that_was_killed(endings: P
     assert "closed" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["unclosed", "destroyed"])
 def test_programs_end_well(endings: Path, kind: str) -> None:
     """Also one that closes nothing, and one that goes on alone after its groups: nobody's end is taken for a failure."""
