@@ -69,7 +69,6 @@ class Arrivals(ABC):
         self.units: list[UnitGrads] = []
         self.by_param: dict[int, GradState] = {}
         self.backward_ended: Callable[[], None] | None = None
-        self.backward_began: Callable[[], None] | None = None
         for r in residents:
             states = [GradState(p) for p in r.unit.params if p.trainable]
             if not states:

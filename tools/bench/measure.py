@@ -149,9 +149,13 @@ def _train(name: str, system_name: str, setup: Setup, timing: Timing) -> dict[st
             "states": system.states,
             "note": system.note,
         }
+
+        def again(_: int) -> None:
+            system.step(pool[: setup.accumulate])
+
         if timing.profile and on_device:
-            result |= busy(lambda i: system.step(pool[: setup.accumulate]), system, iter_ms)
-        result["recorded"] = system.trace(lambda i: system.step(pool[: setup.accumulate]))
+            result |= busy(again, system, iter_ms)
+        result["recorded"] = system.trace(again)
     except BaseException:
         with contextlib.suppress(Exception):  # what went wrong first is the row's reason
             system.close()

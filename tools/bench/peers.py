@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .models import Unavailable, blocks
+from .ranks import environments
 from .systems import BETAS, DECAY, EPS, LR, Batch, Setup, System
 
 
@@ -31,12 +31,7 @@ def _join(setup: Setup) -> None:
     torch.cuda.set_device(setup.rank)
     if setup.ranks > 1:
         return
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    os.environ.update(
-        RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+    os.environ.update(environments(1)[0])
 
 
 class DeepSpeed(System):

@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .measure import Timing, versions
+from .ranks import environments
 from .systems import Setup
 
 ENVIRONMENT = {
@@ -49,7 +49,8 @@ def spawn(
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([f"{__package__}.preload"])
         processes = []
-        for environment in _ranks(setups[0].ranks):
+        ranks = setups[0].ranks
+        for environment in environments(ranks) if ranks > 1 else [{}]:
             rank = environment.get("RANK", "0")
             files = (str(out), str(log)) if rank == "0" else (f"{out}.{rank}", f"{log}.{rank}")
             processes.append(context.Process(target=_work, args=(job, *files, environment)))
@@ -85,22 +86,6 @@ def spawn(
                 }
             )  # fmt: skip
         return results
-
-
-def _ranks(count: int) -> list[dict[str, str]]:
-    """What torchrun would set for each process; nothing for one alone."""
-    if count == 1:
-        return [{}]
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    world = {
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    return [world | {"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(count)]
 
 
 def _join(processes: Sequence[BaseProcess], timeout: float) -> int | None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from memferry_ascend.topology import Measured, load
+from memferry_ascend.topology.probe import SIZES
 
 import memferry_ascend as mf
 from memferry_ascend import sizes
@@ -32,7 +33,6 @@ from memferry_ascend.transfers import RELAY_CHUNK, Transfers
 
 from .measure import machine, versions
 
-SIZES = [4096 << i for i in range(17)]  # 4 KiB to 256 MiB
 SCHEMES = ("direct", "assisted", "static")
 STREAMS = {"h2d": "upload", "d2h": "download"}
 Copy = Callable[[Stream, torch.Tensor, torch.Tensor], None]

@@ -176,6 +176,20 @@ HcclResult Comm::meet(const char* who) {
 
 using namespace emu;
 
+namespace {
+
+// Answers a question about a communicator.
+template <class F>
+HcclResult ask(HcclComm handle, const void* out, const char* who, F answer) {
+    CommRef comm;
+    if (!out) return HCCL_E_PTR;
+    if (HcclResult bad = find_comm(handle, comm, who)) return bad;
+    answer(*comm);
+    return HCCL_SUCCESS;
+}
+
+}  // namespace
+
 EMU_API HcclResult HcclGetRootInfo(HcclRootInfo* root) {
     HCCL_ENTER();
     if (!root) return HCCL_E_PTR;
@@ -216,38 +230,22 @@ EMU_API HcclResult HcclCommDestroy(HcclComm handle) {
 
 EMU_API HcclResult HcclGetCommAsyncError(HcclComm handle, HcclResult* out) {
     HCCL_ENTER();
-    CommRef comm;
-    if (!out) return HCCL_E_PTR;
-    if (HcclResult bad = find_comm(handle, comm, __func__)) return bad;
-    *out = static_cast<HcclResult>(comm->error.load());
-    return HCCL_SUCCESS;
+    return ask(handle, out, __func__, [&](Comm& comm) { *out = static_cast<HcclResult>(comm.error.load()); });
 }
 
 EMU_API HcclResult HcclGetCommName(HcclComm handle, char* out) {
     HCCL_ENTER();
-    CommRef comm;
-    if (!out) return HCCL_E_PTR;
-    if (HcclResult bad = find_comm(handle, comm, __func__)) return bad;
-    strcpy(out, comm->name);
-    return HCCL_SUCCESS;
+    return ask(handle, out, __func__, [&](Comm& comm) { strcpy(out, comm.name); });
 }
 
 EMU_API HcclResult HcclGetRankSize(HcclComm handle, uint32_t* out) {
     HCCL_ENTER();
-    CommRef comm;
-    if (!out) return HCCL_E_PTR;
-    if (HcclResult bad = find_comm(handle, comm, __func__)) return bad;
-    *out = comm->ranks;
-    return HCCL_SUCCESS;
+    return ask(handle, out, __func__, [&](Comm& comm) { *out = comm.ranks; });
 }
 
 EMU_API HcclResult HcclGetRankId(HcclComm handle, uint32_t* out) {
     HCCL_ENTER();
-    CommRef comm;
-    if (!out) return HCCL_E_PTR;
-    if (HcclResult bad = find_comm(handle, comm, __func__)) return bad;
-    *out = comm->rank;
-    return HCCL_SUCCESS;
+    return ask(handle, out, __func__, [&](Comm& comm) { *out = comm.rank; });
 }
 
 // Names and time limits of communicators are understood; the rest of the configuration changes speeds only.
