@@ -15,10 +15,11 @@ once.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -40,8 +41,11 @@ from memferry_ascend.topology.strategies import Transfer, chunks_in_flight
 CHUNK = 1 << 20
 """Bytes of a chunk where copies block: few enough that a path that slows down is left quickly."""
 
-RELAY_CHUNK = 2 << 20
-"""Bytes of a chunk where relays are queued: enough that queuing one takes less time than moving it."""
+RELAY_CHUNK = 8 << 20
+"""Bytes of a staging buffer where relays are queued, and so of a chunk at most; a relay takes four."""
+
+Part = tuple[torch.Tensor, torch.Tensor]
+"""(dst, src) of one path's share."""
 
 QUIET = 5.0
 """Seconds of transfers without a lender that has stopped lending, after which the user is told: ranks that end together do
@@ -190,24 +194,33 @@ class Transfers:
         src: torch.Tensor,
         shares: Sequence[tuple[FabricPath, int]],
     ) -> None:
-        at, direct = 0, []
+        """A relay's chunks take long to queue, so the direct part goes first, beside them all the same."""
+        main, at = shares[0][0], 0
+        direct: list[Part] = []
+        relays: list[tuple[FabricPath, Part, Callable[[], None]]] = []
         for path, share in shares:
-            to, source = dst[at : at + share], src[at : at + share]
+            part = dst[at : at + share], src[at : at + share]
             at += share
+            queue = None
             if share and path.via is not None:
-                try:
-                    self._backend.relay(stream, to, source, peer=self._peers[path.via], chunk=self._chunk)
-                    self._count(path.name, share)
-                    continue
-                except BytesLost:
-                    raise
-                except (FerryError, RuntimeError) as e:
-                    self._lose(path, e)
-            if share:
-                direct.append((to, source))
-                self._count(shares[0][0].name, share)
+                with self._or_lose(path):
+                    peer = self._peers[path.via]
+                    queue = self._backend.begin_relay(stream, *part, peer=peer, chunk=self._chunk)
+            if queue is not None:
+                relays.append((path, part, queue))
+            elif share:
+                direct.append(part)
+                self._count(main.name, share)
         if direct:
             stream.copy_direct(direct)
+        for path, part, queue in relays:
+            by = main
+            with self._or_lose(path):
+                queue()
+                by = path
+            if by is main:
+                stream.copy_direct([part])
+            self._count(by.name, part[0].nbytes)
         self._backend.relays_done(stream)
 
     # -- copies that block ---------------------------------------------------------------------------------------------
@@ -301,6 +314,16 @@ class Transfers:
             return found
         live = (p for p in found.paths if p.name not in self._lost and (seen or self._lender(p) is None))
         return PathSet(tuple(live), found.capacity)
+
+    @contextlib.contextmanager
+    def _or_lose(self, path: FabricPath) -> Iterator[None]:
+        """A path that refuses is lost, and another one has to carry the bytes."""
+        try:
+            yield
+        except BytesLost:
+            raise
+        except (FerryError, RuntimeError) as e:
+            self._lose(path, e)
 
     def _lose(self, path: FabricPath, error: BaseException) -> None:
         with self._lock:

@@ -59,8 +59,8 @@ void bind_pipeline(py::module_& m) {
                                            second);
         }))
         .def("queue",
-             [](Relay& r, uint64_t dst, uint64_t src, uint64_t nbytes, bool to_device, uint64_t after, uint64_t done) {
-                 unlocked([&] { r.queue({dst, src, nbytes}, to_device, after, done); });
+             [](Relay& r, uint64_t dst, uint64_t src, uint64_t nbytes, bool to_device, uint64_t after, uint64_t done,
+                uint64_t step) { unlocked([&] { r.queue({dst, src, nbytes}, to_device, after, done, step); });
              })
         .def_property_readonly("chunks", &Relay::chunks);
 

@@ -20,13 +20,14 @@ const Driver& Relay::on(const Driver& leg) const {
     return leg;
 }
 
-void Relay::queue(const Copy& whole, bool to_device, uint64_t after, uint64_t done) {
+void Relay::queue(const Copy& whole, bool to_device, uint64_t after, uint64_t done, uint64_t step) {
+    if (step == 0 || step > chunk_) throw std::runtime_error("relay: expected a step of 1 byte to a whole buffer");
     std::lock_guard<std::mutex> lock(mutex_);
     const Driver& target = *drivers_[to_device ? 1 : 0];
     try {
         on_first().wait(first_, after);
         try {
-            queue_chunks(whole, to_device);
+            queue_chunks(whole, to_device, step);
         } catch (...) {
             on_second().record(done, second_);
             throw;
@@ -39,11 +40,11 @@ void Relay::queue(const Copy& whole, bool to_device, uint64_t after, uint64_t do
     on(target);
 }
 
-void Relay::queue_chunks(const Copy& whole, bool to_device) {
+void Relay::queue_chunks(const Copy& whole, bool to_device, uint64_t step) {
     const Direction in = to_device ? Direction::HostToDevice : Direction::DeviceToDevice;
     const Direction out = to_device ? Direction::DeviceToDevice : Direction::DeviceToHost;
-    for (uint64_t at = 0; at < whole.nbytes; at += chunk_) {
-        const uint64_t nbytes = std::min(chunk_, whole.nbytes - at);
+    for (uint64_t at = 0; at < whole.nbytes; at += step) {
+        const uint64_t nbytes = std::min(step, whole.nbytes - at);
         const Slot& slot = slots_[queued_++ % slots_.size()];
         const Driver& filling = on_first();
         filling.wait(first_, slot.freed);  // an event that was never recorded is no wait

@@ -24,15 +24,15 @@ public:
     Relay(std::shared_ptr<Driver> first_driver, std::shared_ptr<Driver> second_driver, std::vector<Slot> slots,
           uint64_t chunk, uint64_t first, uint64_t second);
 
-    // Queues `whole` behind `after` (an event); records `done` on the second stream behind its last chunk, also when a
-    // call fails halfway: what had been queued is then complete at `done`. Throws what the runtime refused. May be called
-    // from any thread; the chunks of one call stay together.
-    void queue(const Copy& whole, bool to_device, uint64_t after, uint64_t done);
+    // Queues `whole` in chunks of `step` bytes (at most the buffers') behind `after` (an event); records `done` on the second
+    // stream behind its last chunk, also when a call fails halfway: what had been queued is then complete at `done`. Throws
+    // what the runtime refused. May be called from any thread; the chunks of one call stay together.
+    void queue(const Copy& whole, bool to_device, uint64_t after, uint64_t done, uint64_t step);
 
     uint64_t chunks() const { return queued_; }  // queued so far
 
 private:
-    void queue_chunks(const Copy& whole, bool to_device);
+    void queue_chunks(const Copy& whole, bool to_device, uint64_t step);
     const Driver& on_first() const { return on(*drivers_[0]); }
     const Driver& on_second() const { return on(*drivers_[1]); }
     const Driver& on(const Driver& leg) const;  // with its device current

@@ -318,13 +318,13 @@ class AscendBackend(Backend):
             self._open[peer] = peer in self.peers() and self.acl.open_peer(peer)
         return self._open[peer]
 
-    def relay(
+    def begin_relay(
         self, stream: Stream, dst: torch.Tensor, src: torch.Tensor, *, peer: int, chunk: int, slots: int = 4
-    ) -> None:
+    ) -> Callable[[], None]:
         assert isinstance(stream, AscendStream)
         self.check_operand(dst)
         self.check_operand(src)
-        self.relays.queue(stream, dst, src, peer, chunk, slots)
+        return self.relays.begin(stream, dst, src, peer, chunk, slots)
 
     def relays_done(self, stream: Stream) -> None:
         assert isinstance(stream, AscendStream)

@@ -27,6 +27,7 @@ import torch
 from memferry_ascend.backends.acl import Held, describe
 from memferry_ascend.backends.base import BytesLost, NotSupported
 from memferry_ascend.backends.loans import Borrowed, Loan
+from memferry_ascend.backends.relays import step
 from memferry_ascend.borrower import Place
 from memferry_ascend.errors import FerryError
 
@@ -150,8 +151,8 @@ class AscendBorrowedRelay:
         self._thread.start()
 
     # -- threads that queue --------------------------------------------------------------------------------------------
-    def queue(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Queue dst <- src behind this relay's stream; `done` brings the stream behind it."""
+    def begin(self, dst: torch.Tensor, src: torch.Tensor) -> Callable[[], None]:
+        """As `Backend.begin_relay`. Nothing is left to queue: the thread does that."""
         if self._error is not None:
             raise self._error
         if self._link.lost is not None:
@@ -169,6 +170,7 @@ class AscendBorrowedRelay:
             self._joined = False
             addresses = device.data_ptr(), host.data_ptr()
             self._push(lambda: self._relay(after, addresses, place, src.nbytes))
+        return lambda: None
 
     def done(self) -> None:
         with self._queuing:
@@ -253,7 +255,7 @@ class AscendBorrowedRelay:
 
     def _through_owner(self, device: int, place: Place, nbytes: int) -> list[Chunk]:
         """Move the bytes; returns those that did not come, all of which nobody touches any more."""
-        chunk, channel = self._channel.chunk, self._channel
+        channel, chunk = self._channel, step(nbytes, self._channel.chunk)
         to_begin = deque((at, min(chunk, nbytes - at)) for at in range(0, nbytes, chunk))
         first: deque[tuple[Slot, Chunk]] = deque()
         second: deque[tuple[Slot, Chunk]] = deque()
@@ -262,7 +264,7 @@ class AscendBorrowedRelay:
             channel.ask(slot, Place(place.segment, place.offset + part[0]), part[1])
 
         def cross(slot: Slot, part: Chunk) -> None:
-            there, here = self._address + slot.index * chunk, device + part[0]
+            there, here = self._address + slot.index * channel.chunk, device + part[0]
             to, source = (here, there) if self._to_device else (there, here)
             self._copy(to, source, part[1], _D2D)
             event, stream = c_void_p(self._over[slot.index]), c_void_p(self._legs)

@@ -14,6 +14,7 @@ Buffers, streams and events are the runtime's own (`aclrtMalloc`, ...): torch_np
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import byref, c_int32, c_void_p
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ import torch
 from memferry_ascend.backends.acl import Held, describe
 from memferry_ascend.backends.ascend_lending import AscendBorrowedRelay
 from memferry_ascend.backends.base import BytesLost, NotSupported
-from memferry_ascend.backends.relays import Relays
+from memferry_ascend.backends.relays import Relays, step
 from memferry_ascend.errors import FerryError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class AscendRelay:
     ) -> None:
         from memferry_ascend import _ops
 
-        self._stream, self._to_device, self._peer = stream, to_device, peer
+        self._stream, self._to_device, self._peer, self._chunk = stream, to_device, peer, chunk
         self._queued = self._proven = 0  # copies, and how many of them are known to have arrived
         self._mine, self._theirs = mine, theirs = _Side(backend.acl.device), _Side(peer)
         first, second = (theirs, mine) if to_device else (mine, theirs)
@@ -68,16 +69,18 @@ class AscendRelay:
         rows = list(zip(buffers, filled, freed, strict=True))
         self._relay = _ops.Relay(first.driver, second.driver, rows, chunk, self._first, self._second)
 
-    def queue(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Queue dst <- src behind this relay's stream; `done` brings the stream behind it."""
+    def begin(self, dst: torch.Tensor, src: torch.Tensor) -> Callable[[], None]:
+        """As `Backend.begin_relay`. Another thread's beginning in between only puts this one behind its own."""
         self.check(wait=False)
         self._stream.flush()
         self._mine.driver.record(self._after, self._stream.handle)
+        return lambda: self._queue(dst, src)
+
+    def _queue(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         self._queued += 1
         try:
-            self._relay.queue(
-                dst.data_ptr(), src.data_ptr(), src.nbytes, self._to_device, self._after, self._done
-            )
+            copy = dst.data_ptr(), src.data_ptr(), src.nbytes, self._to_device
+            self._relay.queue(*copy, self._after, self._done, step(src.nbytes, self._chunk))
         except RuntimeError:
             self._queued -= 1  # another path carries all of it
             raise

@@ -354,6 +354,13 @@ class Backend(ABC):
             BytesLost: an earlier relay failed after it was queued; another path cannot mend that.
             RuntimeError: the device's runtime refused; what had been queued is in `relays_done` all the same.
         """
+        self.begin_relay(stream, dst, src, peer=peer, chunk=chunk, slots=slots)()
+
+    def begin_relay(
+        self, stream: Stream, dst: torch.Tensor, src: torch.Tensor, *, peer: int, chunk: int, slots: int = 4
+    ) -> Callable[[], None]:
+        """As `relay`, in two parts: behind everything on `stream` now, but queued when what is returned is called (once,
+        at most). What the stream gets in between moves beside it. Both parts raise what `relay` raises."""
         raise NotSupported(f"backend {self.name!r} has no peer devices to relay through; use the direct path")
 
     def relays_done(self, stream: Stream) -> None:

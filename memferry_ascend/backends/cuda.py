@@ -336,13 +336,13 @@ class CudaBackend(Backend):
         others = [i for i in range(torch.cuda.device_count()) if i != mine]
         return tuple(i for i in others if torch.cuda.can_device_access_peer(mine, i))
 
-    def relay(
+    def begin_relay(
         self, stream: Stream, dst: torch.Tensor, src: torch.Tensor, *, peer: int, chunk: int, slots: int = 4
-    ) -> None:
+    ) -> Callable[[], None]:
         assert isinstance(stream, CudaStream)
         self.check_registered(dst)
         self.check_registered(src)
-        self._relays.queue(stream, dst, src, peer, chunk, slots)
+        return self._relays.begin(stream, dst, src, peer, chunk, slots)
 
     def relays_done(self, stream: Stream) -> None:
         assert isinstance(stream, CudaStream)

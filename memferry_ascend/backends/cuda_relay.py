@@ -6,12 +6,13 @@ device itself (tests on a machine with one): the path is the same, only no link 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from memferry_ascend.backends.base import NotSupported
-from memferry_ascend.backends.relays import Relays
+from memferry_ascend.backends.relays import Relays, step
 
 if TYPE_CHECKING:
     from memferry_ascend.backends.cuda import CudaBackend, CudaStream
@@ -27,7 +28,7 @@ class CudaRelay:
         from memferry_ascend.backends.cuda import CudaEvent
 
         mine, theirs = backend.device, torch.device("cuda", peer)
-        self._stream, self._to_device, self.buffers = stream, to_device, []
+        self._stream, self._to_device, self._chunk, self.buffers = stream, to_device, chunk, []
         # Bytes come in on `first` and leave on `second`. The leg that touches the host runs on the peer, the other one
         # here, so that a host link is driven by the device that owns it. An event lives where it is recorded.
         first, second = (theirs, mine) if to_device else (mine, theirs)
@@ -52,12 +53,12 @@ class CudaRelay:
             driver, driver, rows, chunk, self._first.cuda_stream, self._second.cuda_stream
         )
 
-    def queue(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Queue dst <- src behind this relay's stream; `done` brings the stream behind it."""
+    def begin(self, dst: torch.Tensor, src: torch.Tensor) -> Callable[[], None]:
+        """As `Backend.begin_relay`. Another thread's beginning in between only puts this one behind its own."""
         self._stream.record(self._after)
-        self._relay.queue(
-            dst.data_ptr(), src.data_ptr(), src.nbytes, self._to_device, self._after.handle, self._done.handle
-        )
+        copy = dst.data_ptr(), src.data_ptr(), src.nbytes, self._to_device
+        chunk = step(src.nbytes, self._chunk)
+        return lambda: self._relay.queue(*copy, self._after.handle, self._done.handle, chunk)
 
     def done(self) -> None:
         self._stream.wait(self._done)

@@ -146,6 +146,29 @@ def test_the_stream_goes_on_when_the_peer_has_delivered(backend: AscendBackend, 
     backend.free_host(slab)
 
 
+def test_what_a_stream_gets_after_a_relays_beginning_moves_beside_it(backend: AscendBackend) -> None:
+    n = 2 * CHUNK
+    slabs = [backend.alloc_host(n, mapped=True) for _ in range(2)]
+    relayed, direct = (backend.alloc_device(n) for _ in range(2))
+    for value, slab, device in zip((3, 4), slabs, (relayed, direct), strict=True):
+        slab.host.fill_(value)
+        device.zero_()
+    backend.synchronize()
+    up = backend.stream("upload")
+    queue = backend.begin_relay(up, relayed, slabs[0].host, peer=1, chunk=CHUNK)
+    with held(backend, 0, up.handle):
+        up.copy_direct([(direct, slabs[1].host)])
+        queue()
+        backend.relays.check()  # waits for the legs, not for the stream
+        assert relayed.eq(3).all()
+        assert direct.eq(0).all()
+    backend.relays_done(up)
+    up.synchronize()
+    assert direct.eq(4).all()
+    for slab in slabs:
+        backend.free_host(slab)
+
+
 def test_a_relay_starts_behind_its_streams_copies(backend: AscendBackend) -> None:
     n = 2 * CHUNK
     first, second = (backend.alloc_host(n, mapped=True) for _ in range(2))

@@ -47,9 +47,9 @@ class Machine:
         rows = [(s.data_ptr(), self.lib.fake_event(), self.lib.fake_event()) for s in self.stage]
         self.relay = _ops.Relay(self.driver, self.driver, rows, CHUNK, self.first, self.second)
 
-    def queue(self, dst: torch.Tensor, src: torch.Tensor, to_device: bool = True) -> None:
+    def queue(self, dst: torch.Tensor, src: torch.Tensor, to_device: bool = True, step: int = CHUNK) -> None:
         self.driver.record(self.after, self.user)
-        self.relay.queue(dst.data_ptr(), src.data_ptr(), src.numel(), to_device, self.after, self.done)
+        self.relay.queue(dst.data_ptr(), src.data_ptr(), src.numel(), to_device, self.after, self.done, step)
         self.driver.wait(self.user, self.done)
 
     def finish(self) -> None:
@@ -75,6 +75,22 @@ def test_all_bytes_arrive(machine: Machine, nbytes: int, to_device: bool) -> Non
     machine.finish()
     assert torch.equal(dst, src)
     assert machine.relay.chunks == -(-nbytes // CHUNK)
+
+
+@pytest.mark.parametrize("step", [1, 300, 1000])
+def test_a_copy_goes_in_chunks_smaller_than_a_buffer(machine: Machine, step: int) -> None:
+    src, dst = random_bytes(2500), torch.zeros(2500, dtype=torch.uint8)
+    machine.queue(dst, src, step=step)
+    machine.finish()
+    assert torch.equal(dst, src)
+    assert machine.relay.chunks == -(-2500 // step)
+
+
+@pytest.mark.parametrize("step", [0, CHUNK + 1])
+def test_chunks_that_no_buffer_holds_are_refused(machine: Machine, step: int) -> None:
+    src, dst = random_bytes(2500), torch.zeros(2500, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="whole buffer"):
+        machine.queue(dst, src, step=step)
 
 
 def test_relays_follow_each_other_through_the_same_buffers(machine: Machine) -> None:
@@ -103,7 +119,7 @@ def test_a_refused_copy_is_raised_and_done_covers_what_was_queued(machine: Machi
     machine.lib.fake_fail_after(7)
     machine.driver.record(machine.after, machine.user)
     with pytest.raises(RuntimeError, match="MemcpyAsync failed with error 700"):
-        machine.relay.queue(dst.data_ptr(), src.data_ptr(), 9_000, True, machine.after, machine.done)
+        machine.relay.queue(dst.data_ptr(), src.data_ptr(), 9_000, True, machine.after, machine.done, CHUNK)
     machine.driver.wait(machine.user, machine.done)
     machine.finish()
     assert torch.equal(dst[:3000], src[:3000])
