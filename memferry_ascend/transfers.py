@@ -44,6 +44,9 @@ CHUNK = 1 << 20
 RELAY_CHUNK = 8 << 20
 """Bytes of a staging buffer where relays are queued, and so of a chunk at most; a relay takes four."""
 
+LEAST_SHARE = RELAY_CHUNK // 2
+"""Bytes below which a queued relay is not worth its launches: on two H200 copies of 8 MiB gained nothing, 16 MiB a half."""
+
 Part = tuple[torch.Tensor, torch.Tensor]
 """(dst, src) of one path's share."""
 
@@ -89,6 +92,7 @@ class Transfers:
             )
         self._backend, self._paths, self._links = backend, dict(paths), links
         self._dynamic, self._chunk = dispatch == "dynamic", chunk
+        self._least = min(LEAST_SHARE, chunk // 2) if self._queues else 0
         self._peers = dict(peers or {})
         self.lending = lending
         self._lost: set[str] = set()
@@ -180,7 +184,7 @@ class Transfers:
         found = self._shares.get((direction, nbytes, seen))
         if found is None:  # the same few sizes again and again: dividing takes longer than a small copy
             paths = self._live(direction, seen)
-            found = list(zip(paths.paths, paths.split(nbytes), strict=True))
+            found = list(zip(paths.paths, paths.split(nbytes, min_chunk=self._least), strict=True))
             with self._lock:
                 if all(path.name not in self._lost for path in paths.paths):
                     self._shares[direction, nbytes, seen] = found

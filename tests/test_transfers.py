@@ -247,3 +247,18 @@ def test_shares_are_remembered_until_a_peer_is_lost(fabric: str) -> None:
             bench.transfers._lose(lost, OSError("link down"))
         for _ in range(2):
             assert [(p.name, n) for p, n in bench.transfers.shares(400_000, "h2d")] == [("direct", 400_000)]
+
+
+def test_shares_too_small_to_queue_a_relay_for_go_directly(
+    fabric: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = CpuBackend()
+    monkeypatch.setattr(backend, "queues_relays", True, raising=False)
+    found = Transfers(backend, toy_paths(fabric), peers={"npu1": 1}, chunk=1 << 20)
+    try:
+        (_, whole), (_, none) = found.shares(600_000, "h2d")
+        assert (whole, none) == (600_000, 0)
+        assert all(share >= 1 << 19 for _, share in found.shares(8 << 20, "h2d"))
+    finally:
+        found.close()
+        backend.close()

@@ -48,7 +48,14 @@ class Way:
     memory: torch.Tensor
     streams: dict[Direction, Stream]
     events: tuple[Event, Event]
+    least: int = 0
+    """Bytes of the smallest copies that go this way in training: only from there on must its line fit."""
     samples: dict[Direction, list[Sample]] = field(default_factory=lambda: {"h2d": [], "d2h": []})
+
+    def counted(self, direction: Direction) -> list[Sample]:
+        """Samples that the line is fitted to; all of them if fewer than two sizes are large enough."""
+        large = [(nbytes, seconds) for nbytes, seconds in self.samples[direction] if nbytes >= self.least]
+        return large if len({nbytes for nbytes, _ in large}) > 1 else self.samples[direction]
 
     def queue(self, direction: Direction, nbytes: int) -> None:
         far, near = self.memory[:nbytes], self.slab.host[:nbytes]
@@ -123,7 +130,7 @@ class _Probe:
                     times = self._time([way], direction, nbytes)
                     way.samples[direction] += [(nbytes, t[0]) for t in times]
                 try:
-                    found = fit(way.samples[direction])
+                    found = fit(way.counted(direction))
                 except ValueError as error:
                     raise FerryError(f"probe: {way.name} {direction}: {error}") from error
                 figures[direction] = Figures(found.latency, found.bandwidth, tuple(way.samples[direction]))
@@ -228,7 +235,7 @@ class _Probe:
 @contextmanager
 def _real_ways(backend: Backend, nbytes: int) -> Iterator[list[Way]]:
     """The direct path of a backend and its relays through peers, as training queues them."""
-    from memferry_ascend.transfers import RELAY_CHUNK
+    from memferry_ascend.transfers import LEAST_SHARE, RELAY_CHUNK
 
     with _memory(backend) as make:
         ways = [make("direct", "host", None, nbytes)]
@@ -236,7 +243,7 @@ def _real_ways(backend: Backend, nbytes: int) -> Iterator[list[Way]]:
         ways[0].device = f"{family}:{backend.device.index or 0}"
         for peer in backend.peers():
             way = make(f"via {family}:{peer}", "host", f"{family}:{peer}", nbytes)
-            way.device = ways[0].device
+            way.device, way.least = ways[0].device, LEAST_SHARE
 
             def relay(stream: Stream, dst: torch.Tensor, src: torch.Tensor, peer: int = peer) -> bool:
                 backend.relay(stream, dst, src, peer=peer, chunk=RELAY_CHUNK)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from memferry_ascend.topology import Fabric, Measured, MeasuredPath, load, probe
 from memferry_ascend.topology.measured import Figures
-from memferry_ascend.topology.probe import best_peers
+from memferry_ascend.topology.probe import Way, best_peers
 from memferry_ascend.topology.probe_report import matrix, table
 
 from memferry_ascend import runtime
+from memferry_ascend.backends.base import HostSlab
 from memferry_ascend.backends.cpu import CpuBackend
 from memferry_ascend.cli import main
 from memferry_ascend.errors import FerryError
@@ -81,6 +82,20 @@ def test_the_cpu_backend_as_it_is() -> None:
     assert (path.name, path.device, path.via) == ("direct", "cpu:0", None)
     assert found.machine["emulated"] is False
     assert backend.memory_stats().allocated == 0
+
+
+def test_a_line_is_fitted_where_the_path_is_used() -> None:
+    """Relays of small copies are one chunk; those that training queues are several, and begin later."""
+    samples = [(n, 1e-5 + n / 1e9) for n in (1000, 10_000)] + [(n, 5e-5 + n / 1e9) for n in (10**6, 10**7)]
+    none = torch.empty(0, dtype=torch.uint8)
+    backend = CpuBackend()
+    way = Way(
+        "via", "host", "cpu:0", "cpu:1", HostSlab(0, none, None), none, {}, (backend.event(), backend.event())
+    )
+    way.samples["h2d"], way.least = samples, 10**6
+    assert way.counted("h2d") == samples[2:]
+    way.least = 10**7
+    assert way.counted("h2d") == samples, "one size makes no line"
 
 
 def test_changed_data_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
