@@ -188,7 +188,7 @@ class PythonJobs(Jobs):
             self._folds[unit] -= 1
             self.worker.notify()
 
-        self.worker.submit(Priority.FOLD, job)
+        self.worker.submit(Priority.FOLD, job, unit, waits)
 
     def wait_folds(self, unit: int) -> None:
         self.worker.wait_for(lambda: self._folds[unit] == 0)
@@ -205,7 +205,7 @@ class PythonJobs(Jobs):
             self._norms -= 1
             self.worker.notify()
 
-        self.worker.submit(Priority.NORM, job)
+        self.worker.submit(Priority.NORM, job, waits=waits)
         return scale
 
     def wait_norm(self) -> None:
@@ -232,7 +232,7 @@ class PythonJobs(Jobs):
                 job.then()
             self.worker.notify()
 
-        self.worker.submit(job.priority, run)
+        self.worker.submit(job.priority, run, unit, job.waits)
 
     def _clear(self, consumed: Sequence[torch.Tensor]) -> None:
         for grad in consumed:

@@ -81,7 +81,8 @@ class NativeJobs(Jobs):
             _FOLD,
         )
         handles = [event.handle for event in waits]
-        self._call("fold", self.units + unit, Priority.FOLD, handles, table.ctypes.data, len(table))
+        address = table.ctypes.data
+        self._call("fold", self.units + unit, unit, Priority.FOLD, handles, address, len(table))
 
     def wait_folds(self, unit: int) -> None:
         self._call("wait", self.units + unit)

@@ -244,8 +244,8 @@ class Recorder:
         return begin.handle, end.handle
 
     def _submitting(self, plain: Callable[..., None]) -> Callable[..., None]:
-        def submit(priority: int, job: Callable[[], None]) -> None:
-            plain(priority, self._fold(job) if priority == Priority.FOLD else job)
+        def submit(priority: int, job: Callable[[], None], *more: Any, **named: Any) -> None:
+            plain(priority, self._fold(job) if priority == Priority.FOLD else job, *more, **named)
 
         return submit
 

@@ -1,13 +1,17 @@
-"""The host worker: one thread that runs host updates, first needed first, and tells everybody how far it is."""
+"""The host worker: one thread that runs host updates and tells everybody how far it is.
+
+Of the jobs that would not wait, the one that is needed first runs next. A backward pass hands units over last needed first,
+so the job that is needed first is nearly always the newest, whose gradient is still being computed; waiting for it would
+leave the thread idle while older gradients lie ready (ops/worker.h, the same in native code, has figures).
+"""
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from memferry_ascend.backends.base import Backend
+from memferry_ascend.backends.base import Backend, Event
 from memferry_ascend.errors import FerryError, PeerError
 
 FAILED = (
@@ -26,9 +30,26 @@ class Priority:
     """Every update needs the norm."""
 
 
+LOOKS = 8
+"""Looks that find a job not ready, before later ones are taken to be so too."""
+
+
+@dataclass(eq=False)
+class _Job:
+    priority: int
+    run: Callable[[], None]
+    unit: int | None
+    waits: Sequence[Event]
+    reached: bool = False
+
+    def ready(self) -> bool:
+        self.reached = self.reached or all(event.query() for event in self.waits)
+        return self.reached
+
+
 class Worker:
-    """Runs jobs by priority (lower first, then in order of arrival) on one thread that never holds the interpreter
-    lock while it waits or computes: its jobs spend their time in events and native code.
+    """Runs jobs on one thread that never holds the interpreter lock while it waits or computes: its jobs spend their time in
+    events and native code.
 
     A job's exception is kept, ends the worker's useful life, and is raised in the user's thread by the next call of
     `check` or `wait_for`, also by one that is already waiting.
@@ -37,8 +58,8 @@ class Worker:
     def __init__(self, backend: Backend, name: str = "memferry-update") -> None:
         self._backend = backend
         self._cond = threading.Condition()
-        self._jobs: list[tuple[int, int, Callable[[], None]]] = []
-        self._sequence = itertools.count()
+        self._jobs: list[_Job] = []
+        """In the order they were handed over."""
         self._running = 0
         self._closing = False
         self.error: BaseException | None = None
@@ -47,13 +68,16 @@ class Worker:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, priority: int, job: Callable[[], None]) -> None:
-        """Queue a job. Raises what an earlier job raised."""
+    def submit(
+        self, priority: int, job: Callable[[], None], unit: int | None = None, waits: Sequence[Event] = ()
+    ) -> None:
+        """Queue a job that begins by waiting for `waits`. Jobs of one unit run in the order they were handed over; one of no
+        unit runs behind everything before it and before everything after it. Raises what an earlier job raised."""
         with self._cond:
             self._raise()
             if self._closing:
                 raise FerryError("the engine is closed")
-            heapq.heappush(self._jobs, (priority, next(self._sequence), job))
+            self._jobs.append(_Job(priority, job, unit, waits))
             self._cond.notify_all()
 
     def _work(self) -> None:
@@ -81,16 +105,37 @@ class Worker:
                 self._cond.wait_for(lambda: self._jobs or self._closing)
                 if self._closing and (not self._jobs or self.error is not None):
                     return
-                _, _, job = heapq.heappop(self._jobs)
+                job = self._choose()
+                self._jobs.remove(job)
                 self._running += 1
             try:
                 if self.error is None:
-                    job()
+                    job.run()
             except BaseException as e:
                 self._fail(e)
             with self._cond:
                 self._running -= 1
                 self._cond.notify_all()
+
+    def _choose(self) -> _Job:
+        """Of the jobs that may run and would not wait, the one needed first; of none, the one handed over first, because
+        streams reach its events first."""
+        best: _Job | None = None
+        units: set[int | None] = set()
+        missed = 0
+        for i, job in enumerate(self._jobs):
+            if missed == LOOKS or (job.unit is None and i > 0):
+                break
+            if job.unit in units:
+                continue
+            units.add(job.unit)
+            if not job.ready():
+                missed += 1
+            elif best is None or job.priority < best.priority:
+                best = job
+            if job.unit is None:
+                break
+        return best or self._jobs[0]
 
     def notify(self) -> None:
         """A job changed something that `wait_for` conditions look at."""

@@ -76,7 +76,7 @@ void bind_pipeline(py::module_& m) {
                 std::shared_ptr<Scale> scale, std::array<uint64_t, 8> upload, std::array<uint64_t, 3> flag,
                 const std::vector<std::array<uint64_t, 2>>& clears) {
                  Job job;
-                 job.slot = slot;
+                 job.slot = job.unit = slot;
                  job.priority = priority;
                  job.waits = std::move(waits);
                  job.segments = rows<AdamSegment>(segments, count);
@@ -87,9 +87,11 @@ void bind_pipeline(py::module_& m) {
                  w.submit(std::move(job));
              })
         .def("fold",
-             [](Worker& w, int64_t slot, int64_t priority, std::vector<uint64_t> waits, uintptr_t table, size_t count) {
+             [](Worker& w, int64_t slot, int64_t unit, int64_t priority, std::vector<uint64_t> waits, uintptr_t table,
+                size_t count) {
                  Job job;
                  job.slot = slot;
+                 job.unit = unit;
                  job.priority = priority;
                  job.waits = std::move(waits);
                  job.folds = rows<Fold>(table, count);
@@ -116,6 +118,7 @@ void bind_pipeline(py::module_& m) {
         .def("next_epoch", &Worker::next_epoch)
         .def("error", &Worker::error)
         .def("close", [](Worker& w) { unlocked([&] { w.close(); }); })
+        .def("piece", &Worker::piece)
         .def("delay", &Worker::delay)
         .def("record", &Worker::record)
         .def("take_intervals", [](Worker& w) {

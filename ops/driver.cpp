@@ -49,12 +49,14 @@ Driver::Driver(const std::string& family, const std::string& library, int device
         find(handle, "aclrtRecordEvent", event_record_);
         find(handle, "aclrtStreamWaitEvent", acl_wait_);
         find(handle, "aclrtMemcpyAsync", acl_copy_);
+        acl_query_ = reinterpret_cast<decltype(acl_query_)>(dlsym(handle, "aclrtQueryEventStatus"));
     } else {
         find(handle, "cudaSetDevice", set_device_);
         find(handle, "cudaEventSynchronize", event_synchronize_);
         find(handle, "cudaEventRecord", event_record_);
         find(handle, "cudaStreamWaitEvent", cuda_wait_);
         find(handle, "cudaMemcpyAsync", cuda_copy_);
+        find(handle, "cudaEventQuery", cuda_query_);
         void* low = library.empty() ? dlopen("libcuda.so.1", RTLD_NOW) : handle;
         if (low) {
             wait_value_ = reinterpret_cast<decltype(wait_value_)>(dlsym(low, "cuStreamWaitValue32_v2"));
@@ -71,6 +73,14 @@ void Driver::check(int code, const char* call) const {
 
 void Driver::bind_thread() const { check(set_device_(device_), "SetDevice"); }
 void Driver::synchronize(uint64_t event) const { check(event_synchronize_(p(event)), "EventSynchronize"); }
+// Whatever is wrong with the event `synchronize` will say.
+bool Driver::reached(uint64_t event) const {
+    constexpr int CUDA_NOT_READY = 600, ACL_COMPLETE = 1;
+    if (cuda_query_) return cuda_query_(p(event)) != CUDA_NOT_READY;
+    int status = ACL_COMPLETE;
+    return !acl_query_ || acl_query_(p(event), &status) != 0 || status == ACL_COMPLETE;
+}
+
 void Driver::record(uint64_t event, uint64_t stream) const { check(event_record_(p(event), p(stream)), "EventRecord"); }
 
 void Driver::wait(uint64_t stream, uint64_t event) const {

@@ -23,6 +23,7 @@ public:
     // Each throws std::runtime_error naming the call and the error code.
     void bind_thread() const;
     void synchronize(uint64_t event) const;  // blocks the calling thread
+    bool reached(uint64_t event) const;      // `synchronize` would not block; true too where the family cannot say
     void record(uint64_t event, uint64_t stream) const;
     void wait(uint64_t stream, uint64_t event) const;
     void copy(const Copy& c, Direction direction, uint64_t stream) const;
@@ -43,6 +44,8 @@ private:
     std::string library_;
     int (*set_device_)(int) = nullptr;
     int (*event_synchronize_)(void*) = nullptr;
+    int (*cuda_query_)(void*) = nullptr;
+    int (*acl_query_)(void*, int*) = nullptr;
     int (*event_record_)(void*, void*) = nullptr;
     int (*cuda_wait_)(void*, void*, unsigned) = nullptr;
     int (*acl_wait_)(void*, void*) = nullptr;

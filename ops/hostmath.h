@@ -19,6 +19,18 @@ struct AdamSegment {
     int64_t step;    // counted from 1: this update's own number
     uint32_t kind;   // KIND_*
     uint32_t flags;  // FLAG_*
+
+    uint64_t width() const { return kind & 2 ? 2 : 4; }  // bytes of an element of `param`
+    AdamSegment from(int64_t n) const {                  // the elements from n on
+        AdamSegment s = *this;
+        s.grad += n * (kind & 1 ? 2 : 4);
+        s.param += n * width();
+        s.lo += lo ? n * 2 : 0;
+        s.exp_avg += n * 4;
+        s.exp_avg_sq += n * 4;
+        s.numel -= n;
+        return s;
+    }
 };
 static_assert(sizeof(AdamSegment) == 112, "hostmath.py declares the same layout");
 

@@ -4,7 +4,9 @@
 #include <chrono>
 #include <cmath>
 #include <map>
+#include <iterator>
 #include <stdexcept>
+#include <unordered_set>
 
 namespace memferry {
 namespace {
@@ -33,12 +35,39 @@ void Worker::submit(Job job) {
         std::lock_guard<std::mutex> lock(mutex_);
         if (!error_.empty()) throw std::runtime_error(error_);
         if (closing_) throw std::runtime_error("the engine is closed");
-        job.sequence = sequence_++;
         job.epoch = epoch_;
         ++submitted_.at(job.slot);
-        jobs_.push(std::move(job));
+        ++unfinished_;
+        handed_.push_back(std::move(job));
     }
     wake_.notify_one();
+}
+
+bool Worker::reached(Job& job) const {
+    job.reached = job.reached || std::all_of(job.waits.begin(), job.waits.end(),
+                                             [this](uint64_t event) { return driver_->reached(event); });
+    return job.reached;
+}
+
+// The index in `waiting_` (not empty) of the job to run next: of those of the oldest epoch that may run and would not
+// wait, the one needed first; of none, the one that was handed over first, because streams reach its events first.
+size_t Worker::choose() {
+    constexpr int LOOKS = 8;  // that find a job not ready, before later ones are taken to be so too
+    constexpr size_t NONE = ~size_t(0);
+    size_t best = NONE;
+    int missed = 0;
+    std::unordered_set<int64_t> units;  // that an earlier job is about
+    for (size_t i = 0; i < waiting_.size() && waiting_[i].epoch == waiting_[0].epoch && missed < LOOKS; ++i) {
+        Job& job = waiting_[i];
+        if (job.unit == ALL && i > 0) break;
+        if (!units.insert(job.unit).second) continue;
+        if (!reached(job))
+            ++missed;
+        else if (best == NONE || job.priority < waiting_[best].priority)
+            best = i;
+        if (job.unit == ALL) break;
+    }
+    return best == NONE ? 0 : best;
 }
 
 void Worker::run(Job& job) {
@@ -63,25 +92,54 @@ void Worker::run(Job& job) {
         job.scale->value = coefficient > 1.0 ? 1.0 : coefficient;
         job.scale->norm = norm;
     }
-    if (!job.segments.empty()) {
-        if (job.scale)
-            for (AdamSegment& s : job.segments) s.grad_scale = job.scale->value;
-        adam(job.segments.data(), job.segments.size());
-    }
-    if (job.upload.stream) {
-        const Upload& u = job.upload;
-        if (u.after) driver_->wait(u.stream, u.after);
-        if (u.begin) driver_->record(u.begin, u.stream);
-        driver_->copy(u.copy, Direction::HostToDevice, u.stream);
-        if (u.end) driver_->record(u.end, u.stream);
-        driver_->record(u.done, u.stream);
-    }
+    if (job.scale)
+        for (AdamSegment& s : job.segments) s.grad_scale = job.scale->value;
+    update(job);
     for (const Bytes& b : job.clears) zero_bytes(reinterpret_cast<void*>(b.address), b.nbytes);
     raise_flag(job, false);
     if (record_) {
         std::lock_guard<std::mutex> lock(mutex_);
         intervals_.push_back({job.slot, job.pieces.empty() ? (job.folds.empty() ? 0 : 1) : 2, begin, now()});
     }
+}
+
+// A large unit leaves in pieces, each as soon as it is updated. Every element is updated alone, so the cuts change no bit.
+void Worker::update(const Job& job) const {
+    const Upload& u = job.upload;
+    uint64_t sent = 0;
+    const auto send = [&](uint64_t end) {
+        if (sent == 0) {
+            if (u.after) driver_->wait(u.stream, u.after);
+            if (u.begin) driver_->record(u.begin, u.stream);
+        }
+        driver_->copy({u.copy.dst + sent, u.copy.src + sent, end - sent}, Direction::HostToDevice, u.stream);
+        sent = end;
+    };
+    // What lies below a cut leaves with it, so it must have been updated.
+    const bool cuts = u.stream && std::is_sorted(job.segments.begin(), job.segments.end(), [](const auto& a, const auto& b) {
+                          return a.param < b.param;
+                      });
+    std::vector<AdamSegment> piece;
+    uint64_t gathered = 0;
+    for (AdamSegment rest : job.segments) {
+        while (cuts && gathered + rest.numel * rest.width() > piece_) {
+            const int64_t n = (piece_ - std::min(gathered, piece_)) / rest.width() / 64 * 64;  // whole cache lines
+            piece.push_back(rest);
+            piece.back().numel = n;
+            rest = rest.from(n);
+            adam(piece.data(), piece.size());
+            piece.clear();
+            gathered = 0;
+            if (rest.param > u.copy.src + sent) send(rest.param - u.copy.src);
+        }
+        piece.push_back(rest);
+        gathered += rest.numel * rest.width();
+    }
+    if (!piece.empty()) adam(piece.data(), piece.size());
+    if (!u.stream) return;
+    send(u.copy.nbytes);
+    if (u.end) driver_->record(u.end, u.stream);
+    driver_->record(u.done, u.stream);
 }
 
 // The device may be waiting for this job: it must be let go also when the job failed. It then computes with old values
@@ -97,15 +155,16 @@ void Worker::raise_flag(const Job& job, bool failed) {
 void Worker::work() {
     bool bound = false;
     for (;;) {
-        Job job;
         {
             std::unique_lock<std::mutex> lock(mutex_);
-            wake_.wait(lock, [this] { return closing_ || !jobs_.empty(); });
-            if (jobs_.empty()) return;
-            job = jobs_.top();
-            jobs_.pop();
-            running_ = true;
+            if (waiting_.empty()) wake_.wait(lock, [this] { return closing_ || !handed_.empty(); });
+            std::move(handed_.begin(), handed_.end(), std::back_inserter(waiting_));
+            handed_.clear();
         }
+        if (waiting_.empty()) return;
+        const auto next = waiting_.begin() + choose();
+        Job job = std::move(*next);
+        waiting_.erase(next);
         std::string failed;
         try {
             if (!bound) driver_->bind_thread();
@@ -122,7 +181,7 @@ void Worker::work() {
             std::lock_guard<std::mutex> lock(mutex_);
             if (!failed.empty() && error_.empty()) error_ = failed;
             ++completed_.at(job.slot);
-            running_ = false;
+            --unfinished_;
         }
         progress_.notify_all();
     }
@@ -148,7 +207,7 @@ bool Worker::done(int64_t slot) {
 
 void Worker::drain() {
     std::unique_lock<std::mutex> lock(mutex_);
-    progress_.wait(lock, [this] { return !error_.empty() || (jobs_.empty() && !running_); });
+    progress_.wait(lock, [this] { return !error_.empty() || unfinished_ == 0; });
     if (!error_.empty()) throw std::runtime_error(error_);
 }
 

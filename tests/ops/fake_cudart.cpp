@@ -47,6 +47,7 @@ void push(void* stream, std::function<void()> task) {
 }
 
 std::atomic<void*> failing{nullptr};
+std::atomic<int> copies{0};
 std::atomic<int> copies_left{-1};  // until copies fail; below zero: for ever
 }  // namespace
 
@@ -54,6 +55,7 @@ extern "C" {
 void* fake_stream() { return new Stream; }
 void* fake_event() { return new Event; }
 void fake_fail_copies(void* stream) { failing = stream; }
+int fake_copies() { return copies; }
 void fake_fail_after(int copies) { copies_left = copies; }
 // Holds a stream until the word is not zero.
 void fake_hold(void* stream, int* word) {
@@ -93,6 +95,11 @@ int cudaEventSynchronize(void* event) {
     cv.wait(lock, [&] { return e->reached >= number; });
     return 0;
 }
+int cudaEventQuery(void* event) {
+    auto* e = static_cast<Event*>(event);
+    std::lock_guard<std::mutex> lock(m);
+    return e->reached >= e->recorded ? 0 : 600;
+}
 int cudaStreamWaitEvent(void* stream, void* event, unsigned) {
     auto* e = static_cast<Event*>(event);
     int64_t number;
@@ -107,6 +114,7 @@ int cudaStreamWaitEvent(void* stream, void* event, unsigned) {
     return 0;
 }
 int cudaMemcpyAsync(void* dst, const void* src, size_t n, int, void* stream) {
+    ++copies;
     if (stream == failing || copies_left == 0) return 700;
     if (copies_left > 0) --copies_left;
     push(stream, [=] { std::memcpy(dst, src, n); });

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,6 +49,8 @@ class Machine:
         from memferry_ascend.nativejobs import NativeJobs
 
         self.lib = ctypes.CDLL(library)
+        self.gates: list[Gate] = []
+        self.kept: list[torch.Tensor] = []
         for name in ("fake_stream", "fake_event"):
             getattr(self.lib, name).restype = ctypes.c_void_p
         self.lib.fake_idle.argtypes = [ctypes.c_void_p, ctypes.c_double]
@@ -133,6 +136,8 @@ def machine(library: str) -> Iterator[Machine]:
     m = Machine(library)
     yield m
     m.lib.fake_fail_copies(None)
+    for gate in m.gates:
+        gate.open()
     m.jobs.worker.close()
     for stream in (m.compute, m.upload, m.download):
         m.lib.fake_synchronize(stream.handle)  # they still write to what is freed next
@@ -169,6 +174,174 @@ def test_running_ahead_neither_deadlocks_nor_tears(machine: Machine, delay: floa
         assert torch.equal(u.host, want)
         assert torch.equal(u.buffer, want)
         assert not u.grad.any()  # cleared when consumed, before the next one came
+
+
+@pytest.mark.parametrize(("piece", "copies"), [(1 << 20, 1), (512, 3), (1199, 2), (256, 5)])
+def test_a_large_unit_is_uploaded_in_pieces_with_the_same_bits(
+    machine: Machine, piece: int, copies: int
+) -> None:
+    """A unit of 300 fp32 elements: cuts fall on multiples of 64 of them."""
+    machine.jobs.worker.piece(piece)
+    before = machine.lib.fake_copies()
+    for step in range(1, 6):
+        machine.iteration(step)
+    machine.jobs.drain()
+    machine.lib.fake_synchronize(machine.upload.handle)
+    assert machine.lib.fake_copies() - before == 5 * UNITS * (2 + copies)
+    for u, want in zip(machine.units, serial(5), strict=True):
+        assert torch.equal(u.host, want)
+        assert torch.equal(u.buffer, want)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_pieces_of_several_segments_are_updated_before_they_leave(
+    machine: Machine, order: tuple[int, ...]
+) -> None:
+    """Three segments with gaps between them, in memory's order or not, and one of them not updated at all."""
+    u = machine.units[0]
+    part = [slice(0, 90), slice(100, 190), slice(200, 300)]
+    segments = [AdamSegment(u.grad[s], u.host[s], None, u.m[s], u.v[s]) for s in (part[i] for i in order)]
+    program = AdamProgram(segments)
+    enabled = [i != 1 for i in order]
+    u.grad.fill_(1.0)
+    before = u.host.clone()
+    machine.jobs.worker.piece(256)
+    update = SimpleNamespace(prepare=lambda *_: program.prepare([AdamHyper(lr=0.01, step=1)] * 3, enabled))
+    upload = SimpleNamespace(dst=u.buffer, src=u.host, stream=machine.upload, after=None, done=u.uploaded)
+    u.buffer.fill_(float("nan"))
+    machine.submit(0, update, upload, [])
+    machine.jobs.drain()
+    machine.lib.fake_synchronize(machine.upload.handle)
+    assert torch.equal(u.buffer, u.host)
+    changed = u.host != before
+    assert changed[part[0]].all()
+    assert changed[part[2]].all()
+    assert not changed[90:200].any()
+
+
+class Gate:
+    """An event that is reached when the gate is opened."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.word = ctypes.c_int(0)
+        machine.gates.append(self)
+        self.stream, self.event = machine.stream(), machine.event()
+        machine.lib.fake_hold.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)]
+        machine.lib.fake_hold(self.stream.handle, ctypes.byref(self.word))
+        machine.driver.record(self.event.handle, self.stream.handle)
+
+    def open(self) -> None:
+        self.word.value = 1
+
+
+class Order:
+    """Hands jobs over while a norm holds all of them, and tells the order in which they then run."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.first = Gate(machine)
+        machine.jobs.worker.record(True)
+        self.norm(self.first)
+
+    def gate(self) -> Gate:
+        return Gate(self.machine)
+
+    def update(self, unit: int, gate: Gate | None = None) -> None:
+        program = self.machine.units[unit].program
+        update = SimpleNamespace(
+            prepare=lambda part, summed, hypers: program.prepare([AdamHyper(lr=0.01, step=1)])
+        )
+        self.machine.submit(unit, update, None, [gate.event] if gate is not None else [])
+
+    def fold(self, unit: int, gate: Gate | None = None) -> None:
+        acc, grad = torch.zeros(NUMEL), torch.ones(NUMEL)
+        self.machine.kept += [acc, grad]
+        waits = [gate.event] if gate is not None else []
+        self.machine.jobs.fold(unit, waits, [Fold(acc, grad, True, False)])
+
+    def norm(self, gate: Gate | None = None) -> None:
+        grad = torch.ones(NUMEL)
+        self.machine.kept.append(grad)
+        self.machine.jobs.norm([gate.event] if gate is not None else [], [(0, grad)], 1.0)
+
+    def ran(self, *slots: int) -> list[tuple[str, int]]:
+        """What ran, and about which unit, until the jobs of these slots have. Fails if they never do."""
+        self.first.open()
+        worker = self.machine.jobs.worker
+        waiter = threading.Thread(target=lambda: [worker.wait(slot) for slot in slots], daemon=True)
+        waiter.start()
+        waiter.join(20.0)
+        assert not waiter.is_alive(), "a job that could run waits behind one that cannot"
+        found = [(("update", "fold", "norm")[kind], slot) for slot, kind, _, _ in worker.take_intervals()]
+        assert found[0] == ("norm", 2 * UNITS)
+        return found[1:]
+
+    def finish(self) -> None:
+        for gate in self.machine.gates:
+            gate.open()
+        self.machine.jobs.drain()
+
+
+FOLD_OF, NORM = UNITS, 2 * UNITS
+
+
+def test_a_gradient_on_its_way_holds_up_no_other_update(machine: Machine) -> None:
+    order = Order(machine)
+    order.update(4)
+    order.update(3)
+    order.update(0, order.gate())  # the newest, needed first, and not there yet
+    assert order.ran(4, 3) == [("update", 3), ("update", 4)]
+    order.finish()
+    assert machine.jobs.updated(0)
+
+
+def test_what_was_handed_over_first_is_waited_for_where_nothing_can_run(machine: Machine) -> None:
+    order = Order(machine)
+    soon = order.gate()
+    order.update(3, soon)
+    order.update(0, order.gate())
+    order.first.open()
+    machine.jobs.worker.wait(NORM)
+    soon.open()
+    assert order.ran(3) == [("update", 3)]
+    order.finish()
+
+
+def test_jobs_of_one_unit_keep_their_order(machine: Machine) -> None:
+    order = Order(machine)
+    order.fold(0, order.gate())
+    order.update(0)  # would be wrong before the sum is complete
+    order.fold(1)
+    order.update(1)
+    assert order.ran(1) == [("fold", FOLD_OF + 1), ("update", 1)]
+    assert not machine.jobs.updated(0)
+    order.finish()
+
+
+def test_nothing_passes_a_norm_and_it_passes_nothing(machine: Machine) -> None:
+    order = Order(machine)
+    last = order.gate()
+    order.fold(3)
+    order.fold(2, last)
+    order.norm()  # of both sums
+    order.update(1)
+    order.fold(4)
+    assert order.ran(FOLD_OF + 3) == [("fold", FOLD_OF + 3)]
+    order.finish()
+    ran = [slot for slot, _, _, _ in machine.jobs.worker.take_intervals()]
+    assert ran == [FOLD_OF + 2, NORM, FOLD_OF + 4, 1]
+
+
+def test_a_later_step_passes_no_earlier_one(machine: Machine) -> None:
+    order = Order(machine)
+    order.update(5)
+    order.update(3, order.gate())
+    machine.jobs.next_epoch()
+    order.update(0)
+    assert order.ran(5) == [("update", 5)]
+    assert not machine.jobs.updated(0)
+    order.finish()
+    assert [slot for slot, _, _, _ in machine.jobs.worker.take_intervals()] == [3, 0]
 
 
 def test_the_norm_of_many_tensors_is_that_of_each_alone(machine: Machine) -> None:
