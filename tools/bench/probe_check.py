@@ -3,6 +3,7 @@
 Plain means torch alone: a tensor from torch's own pinned allocator, `copy_(non_blocking=True)`, two events around a copy
 that was queued behind a short wait. None of this library's host memory, streams or native code takes part; only the fit
 of a line to the samples is shared. Probe and plain benchmark take turns, and the medians of the rounds are compared.
+The same benchmark over the library's registered memory, and there on the library's stream, says where a difference is from.
 
     python -m memferry_ascend.bench.probe_check --json docs/benchmarks/probe-h200.json
 
@@ -32,11 +33,18 @@ DIRECTIONS = ("h2d", "d2h")
 Figures = dict[str, tuple[float, float]]  # direction: (latency in s, bandwidth in bytes/s)
 
 
-def plain(device: torch.device, sizes: Sequence[int], repeats: int) -> Figures:
-    """torch's own copies."""
-    host = torch.empty(max(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda").random_()
+def plain(
+    device: torch.device,
+    sizes: Sequence[int],
+    repeats: int,
+    host: torch.Tensor | None = None,
+    priority: int = 0,
+) -> Figures:
+    """torch's own copies, on a stream of that priority. `host`: uint8 memory to copy from and to, torch's own by default."""
+    if host is None:
+        host = torch.empty(max(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda").random_()
     there = torch.empty(max(sizes), dtype=torch.uint8, device=device)
-    once = _on_cuda(device) if device.type == "cuda" else _on_cpu
+    once = _on_cuda(device, priority) if device.type == "cuda" else _on_cpu
     found: Figures = {}
     for direction in DIRECTIONS:
         samples = []
@@ -50,8 +58,8 @@ def plain(device: torch.device, sizes: Sequence[int], repeats: int) -> Figures:
     return found
 
 
-def _on_cuda(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], float]:
-    stream = torch.cuda.Stream(device)
+def _on_cuda(device: torch.device, priority: int) -> Callable[[torch.Tensor, torch.Tensor], float]:
+    stream = torch.cuda.Stream(device, priority=priority)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def once(dst: torch.Tensor, src: torch.Tensor) -> float:
@@ -85,12 +93,17 @@ def measure(backend_name: str, rounds: int, repeats: int, sizes: Sequence[int] |
     chosen = tuple(sizes or (SMALL_SIZES if backend_name == "cpu" else SIZES))
     ours: list[Figures] = []
     theirs: list[Figures] = []
+    between: dict[str, list[Figures]] = {"registered": [], "registered_urgent": []}
+    slab = backend.alloc_host(max(chosen), mapped=True)
     try:
         for _ in range(rounds):
             theirs.append(plain(backend.device, chosen, repeats))
+            for name, priority in (("registered", 0), ("registered_urgent", -1)):
+                between[name].append(plain(backend.device, chosen, repeats, slab.host, priority))
             ours.append(probed(probe(backend, sizes=chosen, repeats=repeats)))
         about = list(backend.capabilities().notes)
     finally:
+        backend.free_host(slab)
         backend.close()
     rows = []
     for direction in DIRECTIONS:
@@ -101,6 +114,7 @@ def measure(backend_name: str, rounds: int, repeats: int, sizes: Sequence[int] |
                 "direction": direction, "what": what, "probe": a, "plain": b, "ratio": ratio,
                 "within": WITHIN, "met": abs(ratio - 1) <= WITHIN,
                 "probe_rounds": [f[direction][i] for f in ours], "plain_rounds": [f[direction][i] for f in theirs],
+                **{f"plain_{k}": statistics.median(f[direction][i] for f in found) for k, found in between.items()},
             })  # fmt: skip
     return {
         "benchmark": "probe_check", "backend": backend_name, "about": about, "sizes": list(chosen), "rounds": rounds,
@@ -125,7 +139,8 @@ def main() -> None:
         unit, name = (1e6, "us") if row["what"] == "latency" else (1e-9, "GB/s")
         print(
             f"{'met ' if row['met'] else 'MISS'} {row['direction']} {row['what']}: probe {row['probe'] * unit:.3f} {name}, "
-            f"plain {row['plain'] * unit:.3f} {name}, ratio {row['ratio']:.3f} (within {WITHIN:.0%})"
+            f"plain {row['plain'] * unit:.3f} {name}, ratio {row['ratio']:.3f} (within {WITHIN:.0%}); plain on registered "
+            f"memory {row['plain_registered'] * unit:.3f}, urgent stream {row['plain_registered_urgent'] * unit:.3f}"
         )
     if arguments.json:
         write_text(arguments.json, json.dumps(result, indent=1) + "\n")
