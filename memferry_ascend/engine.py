@@ -127,9 +127,7 @@ class Engine:
             limits.check_host(need | limits.state_bytes(self._units, optimizer), config.host_bytes)
             limits.check_locked(need, backend.locked_memory_limit())
             self._arena = Arena(backend, config.host_bytes)
-            self._jobs = make_jobs(
-                backend, len(self._units), self.recorder, native and not config.assist_devices
-            )
+            self._jobs = make_jobs(backend, len(self._units), self.recorder, native)
         else:
             need = sharded.need(self._units, ranks, optimizer, config)
             limits.check_locked(need, backend.locked_memory_limit())
