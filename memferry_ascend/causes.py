@@ -50,17 +50,23 @@ class FirstCause:
             return error
         with self._asking:
             if not self._said:
-                cause = self._ask_around()
-                first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-                self._said = (
-                    f"rank {self._rank} of {self._size} stops: another rank failed{cause}. Resume from the last "
-                    f"checkpoint ({first_line[:200]})"
-                )
+                self._ask_around(error)
             return PeerError(self._said)
 
-    def _ask_around(self) -> str:
-        """The first cause, or who does not answer, from what the ranks that are left write into the store. Its holder
-        leaves last: the others could not read it any more."""
+    def explanation(self, error: BaseException) -> str:
+        """What `explain` says, as far as it is known now: asks nobody, so it never blocks."""
+        return self._said or self._sentence("", error)
+
+    def _sentence(self, cause: str, error: BaseException) -> str:
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return (
+            f"rank {self._rank} of {self._size} stops: another rank failed{cause}. Resume from the last checkpoint "
+            f"({first_line[:200]})"
+        )
+
+    def _ask_around(self, error: BaseException) -> None:
+        """Say the first cause, or who does not answer, from what the ranks that are left write into the store. Its
+        holder leaves last: the others could not read it any more."""
         cause = ""
         others = [r for r in range(self._size) if r != self._rank]
         try:
@@ -73,14 +79,13 @@ class FirstCause:
             elif gone:
                 names = ", ".join(map(str, gone))
                 cause = f"; rank {names} no longer answers: it was killed or crashed (see its own output)"
+            self._said = self._sentence(cause, error)
             held.set(f"memferry/knows/{self._rank}", "1")
             if self._rank == 0:
                 _missing(held, "memferry/knows/", [r for r in others if r not in gone])
         except Exception:
-            cause = cause or (
-                "; first cause: the rank that holds the store (rank 0, or torchrun on its node) is gone"
-            )
-        return cause
+            cause = "; first cause: the rank that holds the store (rank 0, or torchrun on its node) is gone"
+            self._said = self._said or self._sentence(cause, error)
 
 
 def from_a_peer(error: BaseException | None) -> bool:

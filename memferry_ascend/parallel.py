@@ -76,7 +76,9 @@ class Ranks:
         self._cause = FirstCause(self.rank, self.size)
         self._queueing = threading.Lock(), threading.Lock()
         """Held while a lane queues a collective, one for each: the first of a group waits there for the other ranks."""
-        self._vigil = Vigil(self, backend.synchronize) if self.on_device else None
+        self._vigil: Vigil | None = None
+        if self.on_device:
+            self._vigil = Vigil(self, backend.synchronize)
         self._excepthook = sys.excepthook
         sys.excepthook = self._uncaught
 
@@ -222,7 +224,8 @@ class Ranks:
             raise self._vigil.heard
 
     def queued(self, seconds: float) -> None:
-        """Block, not for longer, until no collective is about to be queued that was not refused by `check`."""
+        """Block, for no longer with each lane, until no collective is about to be queued that was not refused by
+        `check`."""
         for lock in self._queueing:
             if lock.acquire(timeout=seconds):
                 lock.release()
@@ -241,7 +244,13 @@ class Ranks:
 
     def explain(self, error: BaseException) -> PeerError:
         """What to raise when a collective failed: the first cause, and who is gone."""
+        if self._vigil is not None:
+            self._vigil.fail()
         return self._cause.explain(error)
+
+    def explanation(self, error: BaseException) -> str:
+        """What `explain` says, as far as it is known without asking anybody."""
+        return self._cause.explanation(error)
 
     def abort(self) -> None:
         """Unblock device kernels that wait for a rank that is gone."""

@@ -50,9 +50,9 @@ def run(words: list[str]) -> int:
     if "TINY_LATE" in os.environ:
         ask = causes.FirstCause._ask_around
 
-        def late(self: causes.FirstCause) -> str:
+        def late(self: causes.FirstCause, error: BaseException) -> None:
             time.sleep(float(os.environ["TINY_LATE"]) if self._rank else 0)
-            return ask(self)
+            ask(self, error)
 
         causes.FirstCause._ask_around = late  # type: ignore[method-assign]
     if "TINY_FAIL" in os.environ:
