@@ -1,4 +1,4 @@
-"""Ranks: process groups, collectives on bytes, and who failed first.
+"""Ranks: process groups, and collectives on bytes.
 
 torch.distributed is the engine (nccl, hccl, gloo). Ranks of one node form a *shard group*: parameters are cut into as
 many chunks as a node has ranks; across nodes each chunk's gradients are reduced between the ranks that own it (hybrid
@@ -13,7 +13,6 @@ import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,18 +22,13 @@ import torch
 import torch.distributed as dist
 
 from memferry_ascend.backends.base import Backend
+from memferry_ascend.causes import FirstCause, from_a_peer
 from memferry_ascend.errors import ConfigError, FerryError, PeerError
 from memferry_ascend.vigil import Vigil
-
-PATIENCE = 5.0
-"""Seconds that ranks give each other to say they are alive once one of them has found a peer missing, and that the rank
-that holds the store gives the others to read what it knows."""
 
 LOOK = 1.0
 """Seconds of waiting for a collective after which a rank looks whether another has failed: a collective may wait for a
 rank that is alive and has given up."""
-
-_FAILED = "memferry/failed"
 
 COLLECTIVES = "MEMFERRY_COLLECTIVES"
 """Environment variable: "gloo" sends device tensors through host memory (slow; for ranks that share a device)."""
@@ -79,10 +73,12 @@ class Ranks:
             group = dist.new_group(twins, backend=kind)
             if i == self.index:
                 self.across = group
-        self._failing, self._said = threading.Lock(), ""
+        self._cause = FirstCause(self.rank, self.size)
         self._queueing = threading.Lock(), threading.Lock()
         """Held while a lane queues a collective, one for each: the first of a group waits there for the other ranks."""
-        self._vigil = Vigil(self, backend.synchronize) if self.on_device else None
+        self._vigil: Vigil | None = None
+        if self.on_device:
+            self._vigil = Vigil(self, backend.synchronize)
         self._excepthook = sys.excepthook
         sys.excepthook = self._uncaught
 
@@ -219,7 +215,7 @@ class Ranks:
     def look(self) -> None:
         """Raise if another rank has said that it stops."""
         self.check()
-        if _store().check([_FAILED]):
+        if self._cause.known():
             raise RuntimeError("another rank has stopped")
 
     def check(self) -> None:
@@ -228,7 +224,8 @@ class Ranks:
             raise self._vigil.heard
 
     def queued(self, seconds: float) -> None:
-        """Block, not for longer, until no collective is about to be queued that was not refused by `check`."""
+        """Block, for no longer with each lane, until no collective is about to be queued that was not refused by
+        `check`."""
         for lock in self._queueing:
             if lock.acquire(timeout=seconds):
                 lock.release()
@@ -239,56 +236,21 @@ class Ranks:
 
     def announce(self, error: BaseException) -> None:
         """This rank fails for a reason of its own: leave it for the others, unless somebody was first."""
-        if isinstance(error, KeyboardInterrupt | SystemExit) or _peers_fault(error):
+        if isinstance(error, KeyboardInterrupt | SystemExit) or from_a_peer(error):
             return
-        text = " ".join(str(error).split()) or type(error).__name__
-        try:
-            store = _store()
-            store.compare_set("memferry/cause", "", f"rank {self.rank}: {text}"[:2000])
-            store.set(_FAILED, "1")
-        except Exception:
-            pass  # the store went with rank 0: its peers will say so
+        self._cause.tell(error)
         if self._vigil is not None:
             self._vigil.fail()
 
     def explain(self, error: BaseException) -> PeerError:
-        """What to raise when a collective failed: the first cause, and who is gone. Threads that find out one after the
-        other say the same."""
-        if isinstance(error, PeerError):
-            return error
-        with self._failing:
-            if not self._said:
-                cause = self._ask_around()
-                first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-                self._said = (
-                    f"rank {self.rank} of {self.size} stops: another rank failed{cause}. Resume from the last "
-                    f"checkpoint ({first_line[:200]})"
-                )
-            return PeerError(self._said)
+        """What to raise when a collective failed: the first cause, and who is gone."""
+        if self._vigil is not None:
+            self._vigil.fail()
+        return self._cause.explain(error)
 
-    def _ask_around(self) -> str:
-        """The first cause, or who does not answer, from what the ranks that are left write into the store. Its holder
-        leaves last: the others could not read it any more."""
-        cause = ""
-        others = [r for r in range(self.size) if r != self.rank]
-        try:
-            store = _store()
-            store.set(f"memferry/alive/{self.rank}", "1")
-            store.set(_FAILED, "1")
-            gone = _missing(store, "memferry/alive/", others)
-            if store.check(["memferry/cause"]):
-                cause = f"; first cause: {store.get('memferry/cause').decode()}"
-            elif gone:
-                names = ", ".join(map(str, gone))
-                cause = f"; rank {names} no longer answers: it was killed or crashed (see its own output)"
-            store.set(f"memferry/knows/{self.rank}", "1")
-            if self.rank == 0:
-                _missing(store, "memferry/knows/", [r for r in others if r not in gone])
-        except Exception:
-            cause = cause or (
-                "; first cause: the rank that holds the store (rank 0, or torchrun on its node) is gone"
-            )
-        return cause
+    def explanation(self, error: BaseException) -> str:
+        """What `explain` says, as far as it is known without asking anybody."""
+        return self._cause.explanation(error)
 
     def abort(self) -> None:
         """Unblock device kernels that wait for a rank that is gone."""
@@ -333,31 +295,6 @@ class _Explained:
     ) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, FerryError):
             raise self.ranks.explain(error) from error
-
-
-def _peers_fault(error: BaseException | None) -> bool:
-    """Whether it comes from another rank's failure."""
-    while error is not None:
-        if isinstance(error, PeerError):
-            return True
-        error = error.__cause__
-    return False
-
-
-def _missing(store: Any, key: str, ranks: Sequence[int]) -> list[int]:
-    """The ranks that have not written `key` and their number within PATIENCE. Asks again and again: the store's own
-    wait cannot be left when only some of them answer."""
-    deadline = time.monotonic() + PATIENCE
-    left = list(ranks)
-    while True:
-        left = [r for r in left if not store.check([f"{key}{r}"])]
-        if not left or time.monotonic() > deadline:
-            return left
-        time.sleep(0.05)
-
-
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
 
 
 def _device_backend(device: torch.device) -> str:

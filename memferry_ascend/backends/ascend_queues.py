@@ -2,6 +2,11 @@
 
 The task queue raises a failed task's error in whichever call comes next, on any thread. So every call here is inside a
 `naming` block, and one fault has one face.
+
+A thread that waits until the queue is empty waits for the device where a copy's operand is pageable host memory. Asking for
+a stream's handle waits as well, and keeps the interpreter lock while another thread is at it: every thread would stand
+still. So events never ask for it: torch_npu itself knows whether a recording is still in the queue, and waits for it without
+the lock (spinning until it has been handed over). Calls past the queue (relays, gates) still ask.
 """
 
 from __future__ import annotations
@@ -61,29 +66,19 @@ class AscendEvent(Event):
             if native:
                 self.event.record()
                 self.handle = int(self.event.npu_event)
-        self._on: Any = None
 
     def record(self, stream: Any) -> None:
         """Record on a torch_npu stream."""
-        self._on = stream
         with naming("recording an event on the NPU"):
             self.event.record(stream)
 
-    def _flush(self) -> None:
-        """Have the task queue hand over the latest recording: the runtime would answer for the one before. Asking for the
-        stream's handle empties the queue."""
-        if self._on is not None:
-            _ = self._on.npu_stream
-
     def synchronize(self) -> None:
         with naming("work before an event on the NPU"):
-            self._flush()
             self.event.synchronize()
 
     def query(self) -> bool:
         with naming("work before an event on the NPU"):
-            self._flush()
-            return bool(self.event.query())
+            return bool(self.event.query())  # False while the latest recording is in the queue
 
     def elapsed(self, later: Event) -> float:
         assert isinstance(later, AscendEvent)

@@ -115,10 +115,10 @@ def script(kind: str) -> None:
     from parallel.world import plan_for, rows_of
 
     import memferry_ascend as mf
-    from memferry_ascend import parallel, runtime, sharded_units, vigil
+    from memferry_ascend import causes, runtime, sharded_units, vigil
 
     torch.set_num_threads(1)
-    parallel.PATIENCE = vigil.GRACE = 2.0
+    causes.PATIENCE = vigil.GRACE = 2.0
     rt = runtime.init(backend="ascend")
     model = make_model(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

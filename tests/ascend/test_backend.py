@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -37,10 +39,11 @@ def slab(backend: AscendBackend) -> Iterator[HostSlab]:
         backend.free_host(made)
 
 
-def hold(stream: torch.npu.Stream, on: bool) -> None:
-    """While a stream is held it starts no task."""
+def hold(stream: torch.npu.Stream | int, on: bool) -> None:
+    """While a stream is held it starts no task. A stream's handle does as well as the stream."""
     library = ctypes.CDLL("libascendcl.so")
-    assert library.emuHoldStream(ctypes.c_void_p(stream.npu_stream), ctypes.c_int(on)) == 0
+    handle = stream if isinstance(stream, int) else stream.npu_stream
+    assert library.emuHoldStream(ctypes.c_void_p(handle), ctypes.c_int(on)) == 0
 
 
 def test_both_faces_are_the_same_bytes(backend: AscendBackend, slab: HostSlab) -> None:
@@ -105,6 +108,48 @@ def test_copies_follow_the_compute_stream_and_it_follows_them(backend: AscendBac
     finally:
         hold(current, False)
     assert int(total) == MIB
+
+
+def test_threads_that_wait_for_the_task_queue_let_others_run(backend: AscendBackend) -> None:
+    """The queue stands still when a copy of pageable memory waits for its stream, as it does behind a collective that waits
+    for a rank that is gone. A thread that then waits with the interpreter lock keeps everybody from noticing."""
+    reached = backend.event()
+
+    def copy() -> None:
+        torch.ones(4).to(backend.device, non_blocking=True)
+
+    def wait() -> None:
+        assert not reached.query() or released.is_set()
+        reached.synchronize()
+        assert released.is_set()
+
+    def start(call: Callable[[], None]) -> Future[None]:
+        begun = threading.Event()
+
+        def run() -> None:
+            backend.bind_thread()
+            begun.set()
+            call()
+
+        future = threads.submit(run)
+        begun.wait()
+        return future
+
+    released = threading.Event()
+    handle = int(torch.npu.current_stream().npu_stream)
+    faulthandler.dump_traceback_later(60, exit=True)  # nothing else ends a process that stands still
+    with ThreadPoolExecutor(8) as threads:
+        hold(handle, True)
+        try:
+            backend.compute.record(reached)
+            futures = [start(call) for call in [copy] * 4 + [wait] * 4]
+        finally:
+            released.set()
+            hold(handle, False)
+        for future in futures:
+            future.result()
+    faulthandler.cancel_dump_traceback_later()
+    assert reached.query()
 
 
 def test_gradients_leave_behind_the_kernels_that_made_them(backend: AscendBackend, slab: HostSlab) -> None:

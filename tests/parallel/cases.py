@@ -14,7 +14,7 @@ from memferry_ascend.topology.load import parse
 from torch import nn
 
 import memferry_ascend as mf
-from memferry_ascend import distributed_checkpoint, parallel, runtime, sharded, transfers
+from memferry_ascend import causes, distributed_checkpoint, parallel, runtime, sharded, transfers
 from memferry_ascend.backends.hostmem import SHARED_FOLDER
 
 from .world import ROWS, LinkBytes, RankDelays, digest, plan_for, rows_of, train
@@ -452,7 +452,7 @@ def nodes(ranks_per_node: int) -> tuple[int, int, int, list[int]]:
 
 def gives_up() -> str:
     """Rank 1 says that it stops, and stays until the others have noticed."""
-    rt, store = runtime.current(), parallel._store()
+    rt, store = runtime.current(), causes.store()
     others = [f"noticed/{r}" for r in range(rt.world) if r != 1]
     engine = _engine(make_model(0), "GFGB")
     engine.model(_there(rows_of(0))).backward()

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from memferry_ascend import cli, parallel, runtime
+from memferry_ascend import causes, cli, runtime
 from memferry_ascend.train import command, loop, options
 
 from .world import fork
@@ -32,7 +32,7 @@ assert "gpt-tiny" in options.PRESETS
 def run(words: list[str]) -> int:
     """The command, with this rank's death arranged."""
     torch.set_num_threads(1)
-    parallel.PATIENCE = float(os.environ.get("TINY_PATIENCE", parallel.PATIENCE))
+    causes.PATIENCE = float(os.environ.get("TINY_PATIENCE", causes.PATIENCE))
     if "TINY_DIE" in os.environ:
         rank, at, seconds = os.environ["TINY_DIE"].split()
         before = loop.Run._train_step
@@ -48,13 +48,13 @@ def run(words: list[str]) -> int:
 
         loop.Run._train_step = step  # type: ignore[method-assign]
     if "TINY_LATE" in os.environ:
-        ask = parallel.Ranks._ask_around
+        ask = causes.FirstCause._ask_around
 
-        def late(self: parallel.Ranks) -> str:
-            time.sleep(float(os.environ["TINY_LATE"]) if self.rank else 0)
-            return ask(self)
+        def late(self: causes.FirstCause, error: BaseException) -> None:
+            time.sleep(float(os.environ["TINY_LATE"]) if self._rank else 0)
+            ask(self, error)
 
-        parallel.Ranks._ask_around = late  # type: ignore[method-assign]
+        causes.FirstCause._ask_around = late  # type: ignore[method-assign]
     if "TINY_FAIL" in os.environ:
 
         def fail(point: str) -> None:
