@@ -47,10 +47,10 @@ class Averages:
             for i in spent.order:  # half of a layer's marks fall into the layer, half into the gap
                 times[i] = _less(times[i], cost) * factor
                 gaps[i] = _less(gaps[i], cost) * factor
-        self._pool(spent)
+        self.pool(spent)
         return spent
 
-    def _pool(self, spent: Spent) -> None:
+    def pool(self, spent: Spent) -> None:
         """Layers of one kind with equal parameters and inputs do the same work: each gets the median of them all. So a
         moment in which the machine was busy does not make one of twenty equal layers look special."""
         order = spent.order

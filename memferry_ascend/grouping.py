@@ -8,6 +8,7 @@ from typing import Any
 
 from memferry_ascend.layers import LARGEST_UNIT, SMALLEST_UNIT, TINY
 from memferry_ascend.planner import LayerProfile, Mode, Plan, Profile
+from memferry_ascend.planner.launches import added, missing
 
 
 def tied_groups(profile: Profile) -> list[list[int]]:
@@ -30,7 +31,8 @@ def grouped(profile: Profile, plan: Plan) -> tuple[Profile, Plan]:
     ]
     names = {profile.layers[run[0]].name: m.name for (run, _), m in zip(runs, merged, strict=True)}
     merged = [replace(m, shares=names[m.shares]) if m.shares is not None else m for m in merged]
-    return replace(profile, layers=tuple(merged), parameters=()), replace(plan, layers=tuple(decided))
+    units = replace(profile, layers=tuple(merged), parameters=(), launches={})
+    return units, replace(plan, layers=tuple(decided))
 
 
 def _runs(profile: Profile, plan: Plan) -> list[tuple[list[int], int]]:
@@ -65,15 +67,14 @@ def _runs(profile: Profile, plan: Plan) -> list[tuple[list[int], int]]:
 
 
 def _merged(profile: Profile, plan: Plan, run: Sequence[int], core: int) -> LayerProfile:
-    """One layer that stands for a unit: times add up, the gaps inside become its own."""
+    """One layer that stands for a unit: times add up, the gaps inside become its own, and its launching is that of its
+    layers as they are decided. A unit smaller than usual is one more than the layers were measured with."""
     parts = [profile.layers[i] for i in run]
     if plan.layers[core].mode is not Mode.DHA:  # riders read host memory although the unit is copied
         for k, i in enumerate(run):
             x = parts[k]
             if plan.layers[i].mode is Mode.DHA:
                 parts[k] = replace(x, t_fp=x.t_fp_dha, t_bp=x.t_bp_dha)
-    if len(parts) == 1:
-        return parts[0]
     first, last = parts[0], parts[-1]
     inner_fp = sum(x.t_gap_fp for x in parts[:-1])
     inner_bp = sum(x.t_gap_bp for x in parts[:-1])  # a backward gap lies before its layer's backward
@@ -81,6 +82,15 @@ def _merged(profile: Profile, plan: Plan, run: Sequence[int], core: int) -> Laye
     def total(field: str) -> Any:
         return sum(getattr(x, field) for x in parts)
 
+    chosen = [(x.mode, x.grad, x.update) for x in map(plan.layers.__getitem__, run)]
+    more = [added(profile.launches, x, missing(total("bytes")) / len(run)) for x in chosen]
+    first = replace(
+        first,
+        t_host_fp=total("t_host_fp") + inner_fp + sum(x[0] for x in more),
+        t_host_bp=total("t_host_bp") + inner_bp + sum(x[1] for x in more),
+    )
+    if len(parts) == 1:
+        return first
     return replace(
         first,
         name=f"{first.name}..{last.name}",

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from memferry_ascend.errors import FerryError
+from memferry_ascend.planner.launches import WHOLE_UNIT
 from memferry_ascend.planner.plan import LayerPlan, Mode
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -153,7 +154,7 @@ class Unit:
         return sum(p.nbytes for p in self.params)
 
 
-SMALLEST_UNIT = 12 << 20
+SMALLEST_UNIT = WHOLE_UNIT
 LARGEST_UNIT = 64 << 20
 """Bytes. A copy reaches 90 % of the link from 4 MiB on, but every unit costs the launching thread about 0.25 ms a pass
 (docs/notes.md); above 64 MiB a unit only delays its first layer."""

@@ -22,7 +22,7 @@ from memferry_ascend.layers import Layer
 from memferry_ascend.planner.files import read_json, write_json
 from memferry_ascend.planner.profile import Profile
 
-MEASUREMENT = 2
+MEASUREMENT = 3
 """Version of how things are measured: raised when old profiles should not be used any more."""
 
 

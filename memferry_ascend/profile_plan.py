@@ -36,8 +36,7 @@ from memferry_ascend.planner import (
 
 HANDICAP = 0.02
 """How much faster a plan must be predicted to be preferred although more of its layers change storage (DFGB, STREAM) or
-keep or write their gradients: what autograd saves of the former costs launch time that the simulator does not count, the
-latter are estimated, and measurements are not exact."""
+keep or write their gradients: the latter are estimated, and measurements are not exact."""
 _MOVING = (Mode.DFGB, Mode.STREAM)
 
 ROUNDS = 6

@@ -11,6 +11,7 @@ What a pass tells, with every layer's parameters in device memory and then in ho
     t_update       the optimizer's own host update, from its rate and its overhead
     t_update_device   the same update as kernels on the device (`deviceupdate.py`), likewise
     t_bp_grad_direct   estimated: t_bp + bytes / bandwidth to the host; inf where nothing is written directly
+    t_host_fp, ..  the launching threads' part of t_fp and t_bp, and `launches`: see `launchcosts.py`
     base_bytes     peak of a pass less the parameters; 0 on the CPU backend, which does not count activations
 """
 
@@ -20,7 +21,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from torch import nn
 
-from memferry_ascend import arming, placement, profile_cache, sizes
+from memferry_ascend import arming, launchcosts, placement, profile_cache, sizes
 from memferry_ascend.averages import Averages
 from memferry_ascend.backends.base import Backend
 from memferry_ascend.config import Config, host_threads
@@ -45,7 +46,7 @@ from memferry_ascend.tracing import ReadTracer
 from memferry_ascend.trial import Trial
 from memferry_ascend.updateprobe import HostUpdates, Rates, device_update_rates
 
-PASSES, DHA_PASSES = 5, 3
+PASSES, DHA_PASSES, HOST_PASSES = 5, 3, 3
 MORE_PASSES, QUICK = 15, 1.0
 """While a kind of pass has taken less than QUICK seconds it goes on up to MORE_PASSES: a busy host is noisy."""
 SECONDS = 8.0
@@ -166,6 +167,7 @@ class _Profiler:
     ) -> None:
         self.model, self.layers, self.optimizer, self.batch = model, list(layers), optimizer, batch
         self.backend: Backend = runtime.backend
+        self.runtime, self.config = runtime, config
         stats = self.backend.memory_stats()
         self.budget = min(stats.free, config.device_bytes or stats.free)
         self._allocated_before = stats.allocated
@@ -186,12 +188,15 @@ class _Profiler:
             disable=self._quiet or not console.is_terminal,
             transient=True,
         )
-        self._bar, self._task = bar, bar.add_task("first pass", total=4 + 2 * PASSES + DHA_PASSES)
+        self._bar, self._task = bar, bar.add_task("first pass", total=5 + 2 * PASSES + DHA_PASSES)
         with bar, self._tied_down():
             with Trial(self.model, self.layers, self.backend, self.batch, self.budget) as trial:
                 spent, by_dha = self._passes(trial)
             link, rates, on_device = self._machine()
+            self._advance("launching")
+            launches = launchcosts.measure(self.runtime, self.config, device_updates=on_device is not None)
         profile = self._profile(spent, by_dha, link, rates, on_device)
+        profile = replace(profile, launches=launches)
         return Measured(placement.offered(profile, self.layers, self.backend, self.optimizer), self.notes)
 
     def _tied_down(self) -> AbstractContextManager[Any]:
@@ -240,6 +245,8 @@ class _Profiler:
         self._shapes = marks.shapes
         averages = Averages(self.layers, marks.shapes, plain, marked)
         spent = averages.of(marked)
+        passes = 1 if self._late() else HOST_PASSES
+        self._launched = launchcosts.of_layers(trial, self._spent, averages, passes)
         wrong, notes = check_host_reads(trial, self.unusable)
         self.unusable |= wrong
         self.notes += notes
@@ -357,6 +364,9 @@ class _Profiler:
                     t_update_device=float("inf")
                     if on_device is None
                     else on_device.seconds(elements, nbytes),
+                    # The device's times have the waiting for launches in them, the host's some of the hooks'.
+                    t_host_fp=min(spent.forward[i], self._launched.forward[i]),
+                    t_host_bp=min(spent.backward[i], self._launched.backward[i]),
                 )
             )
         return Profile(tuple(out), link, self.base_bytes, parameters=outline(self.layers))
@@ -396,6 +406,8 @@ def describe(measured: Measured) -> str:
         f"times in ms; link {link.h2d / 1e9:.2f} GB/s down, {link.d2h / 1e9:.2f} up, {link.duplex / 1e9:.2f} both, "
         f"latency {link.latency * 1e6:.1f} us; activations and workspace {sizes.fmt(measured.profile.base_bytes)}"
     )
+    if measured.profile.launches:
+        lines.append(launchcosts.describe(measured.profile.launches))
     return "\n".join(lines + [f"note: {note}" for note in measured.notes])
 
 

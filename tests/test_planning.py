@@ -17,7 +17,8 @@ from planner.helpers import layer, profile_of, random_profile
 import memferry_ascend as mf
 from memferry_ascend import cli, profile_plan, profiler, runtime
 from memferry_ascend.backends.cpu import CpuBackend
-from memferry_ascend.layers import collect, units
+from memferry_ascend.layers import SMALLEST_UNIT, collect, units
+from memferry_ascend.limits import RING_SLOTS
 from memferry_ascend.planner import FabricProfile, Grad, LayerPlan, Mode, Plan, Profile, Update, simulate
 
 FP32 = mf.Config(precision="fp32")
@@ -169,6 +170,30 @@ def test_grouping_is_the_engines(dha: tuple[str, ...]) -> None:
         *(layer(x.name, bytes=sum(p.nbytes for p in x.params), t_fp_dha=1, t_bp_dha=1) for x in layers)
     )
     assert [x.name for x in profile_plan.grouped(profile, plan)[0].layers] == theirs
+
+
+def test_a_unit_is_launched_as_its_layers_are_decided() -> None:
+    sizes = {
+        "bytes": SMALLEST_UNIT // 4,
+        "t_host_fp": 1.0,
+        "t_host_bp": 2.0,
+        "t_gap_fp": 0.25,
+        "t_gap_bp": 0.5,
+    }
+    rider = layer("c", **{**sizes, "bytes": 4}, t_fp_dha=1.0, t_bp_dha=1.0)
+    whole = layer("d", **{**sizes, "bytes": SMALLEST_UNIT})
+    profile = profile_of(layer("a", **sizes), layer("b", **sizes), rider, whole)
+    profile = replace(profile, launches={"STREAM": (10.0, 20.0), "DHA": (3.0, 4.0), "unit": (100.0, 200.0)})
+    modes = (Mode.STREAM, Mode.STREAM, Mode.DHA, Mode.GFGB)
+    plan = Plan(tuple(LayerPlan(x.name, m) for x, m in zip(profile.layers, modes, strict=True)))
+    units, in_units = profile_plan.grouped(profile, plan)
+    first, last = units.layers
+    half = 1 - (SMALLEST_UNIT // 2 + 4) / SMALLEST_UNIT
+    assert first.t_host_fp == pytest.approx(3 * 1.0 + 2 * 0.25 + 2 * 10 + 3 + half * 100)
+    assert first.t_host_bp == pytest.approx(3 * 2.0 + 2 * 0.5 + 2 * 20 + 4 + half * 200)
+    assert (last.t_host_fp, last.t_host_bp) == (1.0, 2.0)  # as large as those that layers are measured in
+    assert units.launches == {}  # nothing is added twice
+    assert profile_plan.predict(profile, plan).period == simulate(units, in_units, slots=RING_SLOTS).period
 
 
 @SETTINGS

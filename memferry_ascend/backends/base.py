@@ -214,6 +214,8 @@ class Backend(ABC):
     disturb: Disturb | None = None
     node: int | None = None
     """The NUMA node that host memory and host threads go to (`numa.choose`); None: wherever they come."""
+    queues: bool = True
+    """Kernels run behind the thread that launches them. False: on it, so that launching a kernel is running it."""
     device_waits: bool = False
     """Streams can wait for a word of mapped host memory (`wait_word`)."""
     swaps: bool = False

@@ -214,6 +214,7 @@ class CpuBackend(Backend):
 
     name = "cpu"
     carries = lends = True
+    queues = False
     swaps = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
     def __init__(self, limit: int | None = None) -> None:

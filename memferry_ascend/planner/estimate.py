@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memferry_ascend.planner.iteration import backward_time, download_time, forward_time, leaves_at_step
+from memferry_ascend.planner.launches import UNIT, beginnings
 from memferry_ascend.planner.memory import SLOTS, STAGED, Decision, stages, writes_directly
 from memferry_ascend.planner.plan import Mode, Update
 from memferry_ascend.planner.profile import Profile
@@ -52,23 +53,28 @@ class Estimate:
         for i in range(count):
             self.final_at[i] = [s for s in self.stores[i] if self.has_gradient[s] and first[s] == i]
         self.download = [download_time(profile, i) for i in range(count)]
-        self._costs: list[dict[Decision, _Costs]] = [{} for _ in range(count)]
+        self._costs: list[dict[tuple[Decision, bool], _Costs]] = [{} for _ in range(count)]
 
-    def costs(self, i: int, decision: Decision) -> _Costs:
+    def costs(self, chosen: Sequence[Decision]) -> list[_Costs]:
+        """What `_cost` says of each layer."""
+        begins = beginnings(chosen) if UNIT in self.profile.launches else [False] * len(chosen)
+        return [self._cost(i, x, first) for i, (x, first) in enumerate(zip(chosen, begins, strict=True))]
+
+    def _cost(self, i: int, decision: Decision, begins: bool) -> _Costs:
         """Forward, backward, alone; whether the layer's gradient is staged; whether it is copied up; whether that
         happens after the backward, with update="step"."""
-        found = self._costs[i].get(decision)
+        found = self._costs[i].get((decision, begins))
         if found is None:
             profile = self.profile
             moves = self.has_gradient[i] and decision[2] is not _DEVICE and self.download[i] > 0.0
             found = (
-                forward_time(profile.layers[i], decision[0]),
-                backward_time(profile, i, decision),
+                forward_time(profile, i, decision, begins),
+                backward_time(profile, i, decision, begins),
                 stages(profile, i, decision),
                 moves and not writes_directly(profile, i, decision),
                 moves and leaves_at_step(profile, i, decision),
             )
-            self._costs[i][decision] = found
+            self._costs[i][decision, begins] = found
         return found
 
     def period(self, chosen: Sequence[Decision]) -> float:
@@ -82,7 +88,7 @@ class Estimate:
                 resident[i] = resident[owners[i]] = True
         updated = [0.0] * count
         host = compute = link = fabric = leaving = 0.0
-        costs = [self.costs(i, decision) for i, decision in enumerate(chosen)]
+        costs = self.costs(chosen)
         for s in self.need_order:
             if chosen[s][2] is _DEVICE:
                 compute += self.device_time[s]
@@ -207,9 +213,9 @@ class Estimate:
                 resident[i] = resident[self.profile.owners[i]] = True
         compute = host = down = up = fabric = 0.0
         copied: set[int] = set()
-        for i, decision in enumerate(chosen):
+        for i, (decision, cost) in enumerate(zip(chosen, self.costs(chosen), strict=True)):
             layer, (mode, _, update) = self.profile.layers[i], decision
-            forward, backward, _, downloads, _ = self.costs(i, decision)
+            forward, backward, _, downloads, _ = cost
             compute += forward + backward + layer.t_gap_fp + layer.t_gap_bp
             if self.has_gradient[i]:
                 if update is _DEVICE:

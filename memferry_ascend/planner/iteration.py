@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memferry_ascend.planner.fluid import NO_DEMAND, Capacity, Demand, Template
+from memferry_ascend.planner.launches import added, beginnings, missing
 from memferry_ascend.planner.memory import (
     SLOTS,
     Decision,
@@ -19,7 +20,7 @@ from memferry_ascend.planner.memory import (
     writes_directly,
 )
 from memferry_ascend.planner.plan import Grad, Mode, Update
-from memferry_ascend.planner.profile import LayerProfile, Profile
+from memferry_ascend.planner.profile import Profile
 
 COMPUTE, H2D, D2H, HOST, FABRIC = range(5)
 RESOURCES = ("compute", "h2d", "d2h", "host", "fabric")
@@ -62,21 +63,27 @@ def check_decisions(profile: Profile, chosen: Sequence[Decision]) -> None:
             )
 
 
-def forward_time(layer: LayerProfile, mode: Mode) -> float:
-    """Seconds of the forward pass in `mode`, alone."""
-    return layer.t_fp_dha if mode in (Mode.DHA, Mode.DFGB) else layer.t_fp
-
-
-def backward_time(profile: Profile, i: int, decision: Decision) -> float:
-    """Seconds of the backward pass in `mode`, alone, with the forward again when it is recomputed."""
+def forward_time(profile: Profile, i: int, decision: Decision, begins: bool = False) -> float:
+    """Seconds of the forward pass, alone: of the device, or of the thread that launches it where that takes longer.
+    `begins`: a unit begins here because the layer before is decided differently."""
     layer = profile.layers[i]
+    time = layer.t_fp_dha if decision[0] in (Mode.DHA, Mode.DFGB) else layer.t_fp
+    return max(time, layer.t_host_fp + added(profile.launches, decision, begins * missing(layer.bytes))[0])
+
+
+def backward_time(profile: Profile, i: int, decision: Decision, begins: bool = False) -> float:
+    """Seconds of the backward pass likewise, with the forward again when it is recomputed."""
+    layer = profile.layers[i]
+    forward, backward = added(profile.launches, decision, begins * missing(layer.bytes))
+    host = layer.t_host_bp + backward
     by_dha = decision[0] is Mode.DHA
     time = layer.t_bp_dha if by_dha else layer.t_bp
     if writes_directly(profile, i, decision):
         time = max(0.0, time + layer.t_bp_grad_direct - layer.t_bp)
     if layer.recompute:
         time += layer.t_fp_dha if by_dha else layer.t_fp
-    return time
+        host += layer.t_host_fp + forward
+    return max(time, host)
 
 
 def download_time(profile: Profile, i: int) -> float:
@@ -252,7 +259,7 @@ class Iteration:
         return task
 
     def _add_compute_and_downloads(self) -> None:
-        layers, chosen = self.profile.layers, self.chosen
+        layers, chosen, begins = self.profile.layers, self.chosen, beginnings(self.chosen)
         device = [s for s in range(self.count) if self._has_gradient(s) and chosen[s][2] is Update.DEVICE]
         if self.by_step:
             for store in device:
@@ -263,7 +270,9 @@ class Iteration:
             dha = layer.dha_bytes if mode in (Mode.DHA, Mode.DFGB) else 0
             if mode in (Mode.DHA, Mode.DFGB):
                 waits += [self.updated[s] for s in self._stores(i) if s in self.updated]
-            task = self._then(forward_time(layer, mode), ("forward", i), waits, (dha, 0.0, dha))
+            task = self._then(
+                forward_time(self.profile, i, chosen[i], begins[i]), ("forward", i), waits, (dha, 0.0, dha)
+            )
             if mode is Mode.STREAM:
                 self.ring_users.append(task)
             if layer.t_gap_fp > 0:
@@ -275,7 +284,10 @@ class Iteration:
             waits = [self.reloaded[i]] if i in self.reloaded else []
             waits += self._room_for_gradient(i)
             task = self._then(
-                backward_time(self.profile, i, chosen[i]), ("backward", i), waits, self._backward_bytes(i)
+                backward_time(self.profile, i, chosen[i], begins[i]),
+                ("backward", i),
+                waits,
+                self._backward_bytes(i),
             )
             if chosen[i][0] is Mode.STREAM:
                 self.ring_users.append(task)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memferry_ascend.planner.plan import Grad, Mode, Plan, Update
+from memferry_ascend.planner.plan import Decision, Grad, Mode, Plan, Update
 from memferry_ascend.planner.profile import Profile
 
 SLOTS = 2  # ring slots: one being read, one being filled
 STAGED = 2  # staging room in gradients of the largest layer: one being produced, one being copied away
 STATE_BYTES = 8  # optimizer state per parameter: AdamW's two fp32 moments
 MASTER_BYTES = 4  # an fp32 master per parameter, of which the device dtype is a part
-
-Decision = tuple[Mode, Grad, Update]
 
 
 @dataclass(frozen=True)

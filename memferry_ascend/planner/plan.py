@@ -40,6 +40,8 @@ class Update(StrEnum):
     DEVICE = "device"
 
 
+Decision = tuple[Mode, Grad, Update]
+
 _ENUMS: dict[str, type[StrEnum]] = {"mode": Mode, "grad": Grad, "update": Update}
 
 

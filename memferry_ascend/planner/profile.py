@@ -7,12 +7,14 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from dataclasses import field as dataclass_field
 from functools import cached_property
 from numbers import Real
 from typing import Any
 
 from memferry_ascend.planner.fabric import FabricProfile
 from memferry_ascend.planner.files import check_document, check_items, read_json, write_json
+from memferry_ascend.planner.launches import Launches, check_launches
 from memferry_ascend.planner.parameters import LayerParams, check_params
 
 FORMAT_VERSION = 1
@@ -61,6 +63,7 @@ class LayerProfile:
     itemsize: bytes per element in the device dtype. t_update_device: seconds of an update on the device;
     inf = not usable; None = not measured (older profiles): plans made for the engine then offer none, and the
     simulator takes a sixteenth of t_update, the least ratio of device to host memory bandwidth met so far.
+    t_host_fp, t_host_bp: seconds in which its forward and its backward are launched, GFGB and staged; 0 = not known.
 
     Raises ValueError naming the layer and the field.
     """
@@ -83,6 +86,8 @@ class LayerProfile:
     recompute: bool = False
     itemsize: int = 2
     t_update_device: float | None = None
+    t_host_fp: float = 0.0
+    t_host_bp: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not isinstance(self.kind, str):
@@ -135,6 +140,7 @@ class LayerProfile:
 
 _TIMES = (
     "t_trans", "t_fp", "t_bp", "t_fp_dha", "t_bp_dha", "t_bp_grad_direct", "t_gap_fp", "t_gap_bp", "t_update",
+    "t_host_fp", "t_host_bp",
 )  # fmt: skip
 
 
@@ -168,9 +174,10 @@ class Profile:
     layers: in forward execution order, at least one. base_bytes: device bytes for activations, buffers and
     workspace, whatever the plan. fabric: what connects several ranks; None = one rank. parameters: the same
     layers in the model's order with what each owns and reads; empty = not known (older profiles), and bytes
-    are then counted without alignment. Times are of whole layers, with the link and the share of the host's
-    cores that one rank has. Raises ValueError on no layer, a repeated name, `shares` naming no owner, or
-    parameters of other layers.
+    are then counted without alignment. launches: what each alternative to GFGB adds to the launching of a layer
+    (`launches.py`); empty = nothing (not measured, or a device that does not queue). Times are of whole layers, with
+    the link and the share of the host's cores that one rank has. Raises ValueError on no layer, a repeated name,
+    `shares` naming no owner, parameters of other layers, or launches that make no sense.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -178,8 +185,10 @@ class Profile:
     base_bytes: int = 0
     fabric: FabricProfile | None = None
     parameters: tuple[LayerParams, ...] = ()
+    launches: Launches = dataclass_field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "launches", check_launches(self.launches))
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "parameters", tuple(self.parameters))
         if not self.layers:
@@ -325,6 +334,11 @@ class Profile:
                 for layer in self.layers
             ],
             **({"parameters": [x.to_json() for x in self.parameters]} if self.parameters else {}),
+            **(
+                {"launches": {name: list(pair) for name, pair in self.launches.items()}}
+                if self.launches
+                else {}
+            ),
         }
 
     @classmethod
@@ -344,7 +358,7 @@ class Profile:
         parameters = tuple(
             LayerParams.from_json(x) for x in check_items(found.get("parameters", []), "parameters")
         )
-        return cls(layers, link, found["base_bytes"], fabric, parameters)
+        return cls(layers, link, found["base_bytes"], fabric, parameters, found.get("launches", {}))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to `path` atomically. Raises OSError as open() does."""

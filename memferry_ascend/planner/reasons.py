@@ -46,7 +46,7 @@ def _reason(
     fits: Callable[[Sequence[Decision]], bool],
 ) -> str:
     current = chosen[i]
-    beaten: tuple[float, str] | None = None
+    beaten: tuple[float, str, list[Decision]] | None = None
     too_large: tuple[float, str] | None = None
     for change in (*Mode, Update.DEVICE):
         new = choices.changed(i, current, change)
@@ -58,15 +58,19 @@ def _reason(
         if lost < 0 and not fits(other):
             too_large = min(too_large or (lost, name), (lost, name))
         elif beaten is None or lost < beaten[0]:
-            beaten = (lost, name)
+            beaten = (lost, name, other)
     parts = []
     if beaten is not None:
-        lost, name = beaten
+        lost, name, other = beaten
         small = 1e-9 * here
         if lost < -small:
             parts.append(f"beats {name} by what they would share; alone it would save {-lost:.3g} s")
         else:
             parts.append(f"beats {name} by {lost:.3g} s" if lost > small else f"as fast as {name}")
+            if lost > small and profile.launches:
+                free = Estimate(replace(profile, launches={}), estimate.slots)
+                if free.period(other) - free.period(chosen) <= small:
+                    parts[-1] += ", which launching it costs"
     if too_large is not None:
         parts.append(f"{too_large[1]} would save {-too_large[0]:.3g} s but does not fit")
     if not profile.layers[i].dha_usable:

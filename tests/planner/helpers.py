@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 from memferry_ascend.planner import Grad, LayerProfile, LinkProfile, Mode, Profile, Update
+from memferry_ascend.planner.launches import ALTERNATIVES
 
 LINK = LinkProfile(h2d=12e9, d2h=12e9, duplex=20e9, latency=1e-5)
 
@@ -28,8 +30,8 @@ def profile_of(*layers: LayerProfile, link: LinkProfile = LINK, base_bytes: int 
 def random_profile(seed: int, most: int = 5, *, count: int | None = None, contention: bool = True) -> Profile:
     """A random model of one to `most` layers: tied, frozen, recomputed, empty and equal layers, with and
     without
-    latency, gaps, DHA and direct gradients. Without `contention` no bandwidth is ever shared (so no gradient
-    is written directly either).
+    latency, gaps, DHA, direct gradients, host times and launching costs. Without `contention` no bandwidth is ever
+    shared (so no gradient is written directly either).
     """
     rng = random.Random(seed)
     count = count or rng.randint(1, most)
@@ -79,7 +81,20 @@ def random_profile(seed: int, most: int = 5, *, count: int | None = None, conten
                 itemsize=2,
             )
         )
-    return Profile(layers=tuple(layers), link=link, base_bytes=rng.choice([0, 10**6]))
+    base_bytes = rng.choice([0, 10**6])
+    return with_launching(
+        Profile(layers=tuple(layers), link=link, base_bytes=base_bytes), random.Random(~seed)
+    )
+
+
+def with_launching(profile: Profile, rng: random.Random) -> Profile:
+    """The profile with random host times, from none to more than the device's, and half of the time with costs."""
+    layers = []
+    for x in profile.layers:
+        share = rng.choice([0.0, 0.5, 1.0, 1.5])
+        layers.append(replace(x, t_host_fp=share * x.t_fp, t_host_bp=share * x.t_bp))
+    costs = {name: (rng.choice([0.0, 1e-5, 2e-4]), rng.choice([0.0, 1e-5, 2e-4])) for name in ALTERNATIVES}
+    return replace(profile, layers=tuple(layers), launches=costs if rng.random() < 0.5 else {})
 
 
 def bert_on_pcie3(blocks: int = 12, tokens: int = 8 * 128) -> Profile:

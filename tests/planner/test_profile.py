@@ -24,6 +24,7 @@ def layer(name: str = "a", **changes) -> LayerProfile:
     [
         ("t_fp", -1.0), ("t_bp", math.nan), ("t_trans", math.inf), ("t_update", "1"), ("bytes", 1.5),
         ("bytes", -1), ("dha_bytes", True), ("itemsize", 0), ("trainable", 1), ("shares", 3),
+        ("t_host_fp", -1.0), ("t_host_bp", math.inf),
     ],
 )  # fmt: skip
 def test_a_bad_field_is_named_with_its_layer(field, value):

@@ -24,6 +24,7 @@ from memferry_ascend.planner import (
     simulate,
 )
 from memferry_ascend.planner.estimate import Estimate
+from memferry_ascend.planner.launches import UNIT
 from memferry_ascend.planner.memory import decisions, staging_bytes
 from tests.planner.exhaustive import plan_of, runnable
 from tests.planner.helpers import bert_on_pcie3, layer, profile_of, random_profile, usable_decisions
@@ -242,13 +243,17 @@ def nominal(profile, chosen):
     compute = host = down = up = 0.0
     for x, (mode, grad, update) in zip(profile.layers, chosen, strict=True):
         tied = x.shares is not None or any(y.shares == x.name for y in profile.layers)
-        compute += x.t_gap_fp + x.t_gap_bp + (x.t_fp_dha if mode in (Mode.DHA, Mode.DFGB) else x.t_fp)
+        more = [a + b for a, b in zip(*(profile.launches.get(str(name), (0.0, 0.0))
+                for name in (mode, update if update is Update.DEVICE else grad)), strict=True)]  # fmt: skip
+        forward = x.t_fp_dha if mode in (Mode.DHA, Mode.DFGB) else x.t_fp
+        compute += x.t_gap_fp + x.t_gap_bp + max(forward, x.t_host_fp + more[0])
         backward = x.t_bp_dha if mode is Mode.DHA else x.t_bp
         if x.recompute:
             backward += x.t_fp_dha if mode is Mode.DHA else x.t_fp
         if grad == "direct" and not tied:
             backward += x.t_bp_grad_direct - x.t_bp
-        compute += max(0.0, backward)
+        again = x.t_host_fp + more[0] if x.recompute else 0.0
+        compute += max(0.0, backward, x.t_host_bp + more[1] + again)
         if tied or not x.bytes:
             continue
         if mode is Mode.STREAM:
@@ -309,7 +314,7 @@ def with_faster_link(profile: Profile, factor: float) -> Profile:
         moved = (x.t_trans - link.latency) / factor + link.latency if x.t_trans else 0.0
         return replace(x, t_trans=moved)
 
-    return Profile(tuple(copy(x) for x in profile.layers), faster, profile.base_bytes)
+    return replace(profile, layers=tuple(copy(x) for x in profile.layers), link=faster)
 
 
 @settings(max_examples=150, deadline=None)
@@ -329,7 +334,9 @@ def test_with_updates_at_step_one_layer_less_never_makes_an_iteration_longer(cas
     assume(untied and len(profile.layers) > 1)
     gone = data.draw(st.sampled_from(untied))
     rest = [d for i, d in enumerate(chosen) if i != gone]
-    shorter = Profile(tuple(x for i, x in enumerate(profile.layers) if i != gone), profile.link)
+    # A layer that begins a unit pays for it; without that layer the next one may, with less to hide it behind.
+    profile = replace(profile, launches={k: v for k, v in profile.launches.items() if k != UNIT})
+    shorter = replace(profile, layers=tuple(x for i, x in enumerate(profile.layers) if i != gone))
     assume(
         staging_bytes(shorter, rest) == staging_bytes(profile, chosen)
     )  # the largest layer sizes the staging room
