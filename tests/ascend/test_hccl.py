@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
-import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import children
 import emulator
 import pytest
 import ranks
@@ -22,8 +21,6 @@ from parallel.test_parallel import same
 
 import memferry_ascend as mf
 
-HERE = Path(__file__).parent
-
 
 @pytest.fixture(autouse=True)
 def _emulator_runs_here() -> None:
@@ -32,33 +29,13 @@ def _emulator_runs_here() -> None:
 
 
 # -- rules: no torch ---------------------------------------------------------------------------------------------------
-def in_child(**settings: Any) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Make a test of a function by running its body in a process that sees hccl.py and runtime.py. HCCL's time limits are
-    a second."""
-    settings = {"devices": 4, "environ": {}} | settings
-
-    def decorate(body: Callable[[], None]) -> Callable[[], None]:
-        def test() -> None:
-            lines = inspect.getsource(body).splitlines()
-            start = next(i for i, line in enumerate(lines) if line.rstrip().endswith("-> None:"))
-            source = textwrap.dedent("\n".join(lines[start + 1 :]))
-            limits = "import os; os.environ.update(HCCL_EXEC_TIMEOUT='1', HCCL_CONNECT_TIMEOUT='1')\n"
-            script = f"import sys; sys.path.insert(0, {str(HERE)!r})\n{limits}from runtime import *\nfrom hccl import *\n"
-            said = emulator.run(["-c", script + source], timeout=60.0, **settings)
-            for line in expected(body):
-                assert line in said.stderr, said.stderr
-
-        test.__doc__ = body.__doc__
-        return test
-
-    return decorate
-
-
-def expected(body: Callable[[], None]) -> list[str]:
-    """What the emulator must say: the lines of the docstring that begin with a dash."""
-    doc = inspect.getdoc(body) or ""
-    return [line[2:] for line in doc.splitlines() if line.startswith("- ")]
-
+in_child = functools.partial(
+    children.in_child,
+    "import os; os.environ.update(HCCL_EXEC_TIMEOUT='1', HCCL_CONNECT_TIMEOUT='1')\n"
+    "from runtime import *\nfrom hccl import *",
+    devices=4,
+)
+"""HCCL's time limits are a second."""
 
 # ruff: noqa: F821 (the bodies see the names of hccl.py and runtime.py)
 # mypy: ignore-errors
