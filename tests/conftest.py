@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from memferry_ascend import hostmath, runtime
+from memferry_ascend import hostmath, profile_plan, profiler, runtime
 from memferry_ascend.backends.cpu import CpuBackend
 
 torch.set_num_threads(1)  # the models here are tiny: more threads only wait for each other
@@ -47,3 +48,16 @@ def cpu() -> runtime.Runtime:
 def torch_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host updates in torch operations, as without the extension: the very operations a device runs."""
     monkeypatch.setattr(hostmath, "_ops", None)
+
+
+@pytest.fixture
+def less_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A found plan need not be the best one here, nor a measurement exact."""
+    search = sys.modules["memferry_ascend.planner.search"]
+    monkeypatch.setattr(search, "SIMULATE_WORK", {"step": 600, "backward": 300})
+    monkeypatch.setattr(search, "ESTIMATE_WORK", 20_000)
+    monkeypatch.setattr(profile_plan, "REFINEMENTS", 0)
+    for name in ("PASSES", "DHA_PASSES", "MORE_PASSES"):
+        monkeypatch.setattr(profiler, name, 1)
+    monkeypatch.setattr("memferry_ascend.linkprobe.LARGE", 1 << 20)
+    monkeypatch.setattr("memferry_ascend.linkprobe.REPEATS", 1)

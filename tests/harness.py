@@ -260,6 +260,19 @@ def train(
     return Result(losses, state)
 
 
+def copies(engine: mf.Engine, data: list[torch.Tensor]) -> list[str]:
+    """Train a step on each batch; the copies over the link until everything has settled, by their hand-over points."""
+    points: list[str] = []
+    backend = runtime.current().backend
+    backend.disturb = points.append
+    for batch in data:
+        engine.model(batch).backward()
+        engine.optimizer.step()
+    engine.synchronize()
+    backend.disturb = None
+    return [p for p in points if p.startswith("copy:")]
+
+
 def assert_same(a: Result, b: Result) -> None:
     """Losses, masters and moments are bit-identical."""
     assert a.losses == b.losses

@@ -14,6 +14,7 @@ from harness import (
     Delays,
     assert_same,
     batches,
+    copies,
     make_model,
     plan_of,
     poisoned,
@@ -144,14 +145,7 @@ def test_nothing_crosses_the_link() -> None:
         model, torch.optim.AdamW(model.parameters()), plan=plan_of(model, Mode.GFGB, **DEVICE),
         config=mf.Config(max_grad_norm=1.0),
     )  # fmt: skip
-    points: list[str] = []
-    mf.current().backend.disturb = points.append
-    for batch in batches(3):
-        engine.model(batch).backward()
-        engine.optimizer.step()
-    engine.synchronize()
-    mf.current().backend.disturb = None
-    assert not [p for p in points if p.startswith("copy:")]
+    assert not copies(engine, batches(3))
     places = {(place, what) for place, what, _ in engine.memory_report()}
     assert ("device", "masters and moments") in places
     assert {what for place, what in places if place == "host"} == {"gradient norms of device updates"}
