@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
 import threading
@@ -14,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import ALL_POINTS, Delays, assert_same, make_model, plan_of, poisoned, toy_fabric, train
+from harness import assert_same, toy_fabric
 from owners import Owner, Owners
-from test_equality_ascend import able
-from test_relay_ascend import CHUNK, equal_paths, free, held
+from test_equality_ascend import reference
+from test_relay_ascend import CHUNK, assisted, equal_paths, free, held
 
 import memferry_ascend as mf
 from memferry_ascend import lending, lendwire, runtime, transfers
@@ -26,7 +25,6 @@ from memferry_ascend.backends.ascend_lending import AscendBorrowedRelay
 from memferry_ascend.backends.base import BytesLost, HostSlab
 from memferry_ascend.borrower import Channel, Link
 from memferry_ascend.lending import Lending
-from memferry_ascend.planner import Mode
 from memferry_ascend.transfers import Transfers
 
 EMULATED = {"devices": 3, "jitter": "100:3"}
@@ -433,19 +431,8 @@ def test_training_through_an_owner_has_the_bits_of_training_without(
     file.write_text(toy_fabric(3, host=900))
     rt = runtime.init(topology=str(file), backend="ascend")
     monkeypatch.setattr(transfers, "RELAY_CHUNK", 512)
-    model = make_model(seed)
-    want = train(model, plan_of(model, Mode.GFGB), config=mf.Config(precision="fp32"), serial=True, steps=3)
-    for update, modes in (("step", list(Mode)), ("backward", [Mode.GFGB, Mode.STREAM])):
-        model, rng = make_model(seed), random.Random(seed)
-        config = mf.Config(precision="fp32", assist_devices=(1, 2), update=update)
-        del asked[:]
-        with poisoned():
-            got = train(
-                model,
-                able(model, lambda _n, r=rng, m=modes: r.choice(m)),
-                config=config,
-                steps=3,
-                disturb=Delays(ALL_POINTS, seed, 0.001),
-            )
+    want = reference(seed, mf.Config(precision="fp32"), steps=3)
+    for got in assisted(seed, (1, 2), steps=3):
         assert_same(want, got)
         assert asked and rt.backend.lending is None
+        del asked[:]

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from harness import ALL_POINTS, Delays, assert_same, make_model, plan_of, poisoned, train
+from harness import ALL_POINTS, Delays, Result, assert_same, make_model, poisoned, train
 from memferry_ascend.topology import Measured, MeasuredPath, PathSet
 from memferry_ascend.topology.measured import Figures
-from test_equality_ascend import able
+from test_equality_ascend import able, reference
 
 import memferry_ascend as mf
 from memferry_ascend import assist, runtime
@@ -51,6 +51,18 @@ def carried(backend: AscendBackend, *peers: int, chunk: int = CHUNK) -> Iterator
         yield made
     finally:
         made.close()
+
+
+def assisted(seed: int, peers: tuple[int, ...], steps: int) -> Iterator[Result]:
+    """Train with `peers` assisting, delayed and poisoned: with updates in `step` and any mode, then with updates in
+    backward and modes that copy."""
+    for update, modes in (("step", list(Mode)), ("backward", [Mode.GFGB, Mode.STREAM])):
+        model, rng = make_model(seed), random.Random(seed)
+        config = mf.Config(precision="fp32", assist_devices=peers, update=update)
+        plan = able(model, lambda _n: rng.choice(modes))
+        with poisoned():
+            got = train(model, plan, config=config, steps=steps, disturb=Delays(ALL_POINTS, seed, 0.001))
+        yield got
 
 
 @contextmanager
@@ -220,9 +232,7 @@ def test_who_cannot_relay_is_refused(backend: AscendBackend) -> None:
 def test_training_through_peers_has_the_bits_of_training_without(
     backend: AscendBackend, seed: int, peers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = mf.Config(precision="fp32")
-    model = make_model(seed)
-    want = train(model, plan_of(model, Mode.GFGB), config=config, serial=True, steps=4)
+    want = reference(seed, mf.Config(precision="fp32"), steps=4)
     made: list[Transfers] = []
 
     def for_engine(rt: runtime.Runtime, _config: mf.Config) -> Transfers:
@@ -233,17 +243,7 @@ def test_training_through_peers_has_the_bits_of_training_without(
         return made[-1]
 
     monkeypatch.setattr(assist, "for_engine", for_engine)
-    for update, modes in (("step", list(Mode)), ("backward", [Mode.GFGB, Mode.STREAM])):
-        model, rng = make_model(seed), random.Random(seed)
-        config = mf.Config(precision="fp32", assist_devices=peers, update=update)
-        with poisoned():
-            got = train(
-                model,
-                able(model, lambda _n, r=rng, m=modes: r.choice(m)),
-                config=config,
-                steps=4,
-                disturb=Delays(ALL_POINTS, seed, 0.001),
-            )
+    for got in assisted(seed, peers, steps=4):
         assert_same(want, got)
         assert set(made[-1].moved) == {"direct", *(f"via npu:{p}" for p in peers)}
 
