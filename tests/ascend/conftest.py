@@ -6,12 +6,13 @@ says
     EMULATED = {"devices": 2}
 
 is collected as usual, but its tests run in one child process with these settings (shared by all modules
-that ask for the same), and their reports are shown as if they had run here. A module without EMULATED runs
-here.
+that ask for the same, and forked from one that has imported torch_npu), and their reports are shown as if they
+had run here. A module without EMULATED runs here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -68,13 +69,16 @@ def run_child(items: list[pytest.Item], settings: dict[str, object]) -> tuple[Re
         reports, chosen, said = (Path(folder, name) for name in ("reports", "chosen", "said"))
         chosen.write_text("\n".join(item.nodeid for item in items))
         # What the emulator says is captured with each test; this copy outlives a child that dies.
-        environ = emulator.environment(**settings, report=said)  # type: ignore[arg-type]
-        environ[REPORTS], environ[CACHE] = str(reports), str(cache_of(items[0].config))
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", f"@{chosen}"]
+        environ = {REPORTS: str(reports), CACHE: str(cache_of(config)), **settings.get("environ", {})}  # type: ignore[dict-item]
+        command = ["-m", "pytest", "-p", "no:cacheprovider", "--tb=short", f"@{chosen}"]
         try:
-            child = subprocess.run(
-                command, cwd=config.rootpath, env=environ, capture_output=True, text=True, timeout=TIMEOUT
-            )
+            with contextlib.chdir(config.rootpath):
+                child = emulator.run(
+                    command,
+                    check=False,
+                    timeout=TIMEOUT,
+                    **(settings | {"environ": environ, "report": said}),  # type: ignore[arg-type]
+                )
             printed = f"exit status {child.returncode}\n{child.stdout[-3000:]}\n{child.stderr[-3000:]}"
         except subprocess.TimeoutExpired:
             printed = f"stopped after {TIMEOUT:.0f} s"
