@@ -14,6 +14,7 @@ import emulator
 import pytest
 from emulator import LIBRARIES, ROOT, SITE
 
+HERE = Path(__file__).parent
 PRELUDE = """
 import torch, memferry_ascend as mf
 from memferry_ascend import selftest, runtime
@@ -64,6 +65,13 @@ def script(body: str, check: bool = True, environ: dict[str, str] | None = None,
     return emulator.run(
         ["-c", PRELUDE + textwrap.dedent(body)], check=check, environ=environ or {}, **settings
     )
+
+
+def probing(body: str, cache: Path, **settings: Any) -> None:
+    """`script` with an empty cache, so that the device is asked what it can do; the children that ask are forked."""
+    fork = f"import sys; sys.path.insert(0, {str(HERE)!r}); import forked_probe; forked_probe.install()"
+    program = f"{PRELUDE}{fork}\n{textwrap.dedent(body)}"
+    emulator.run(["-c", program], environ={"MEMFERRY_CACHE": str(cache)}, **settings)
 
 
 # -- nothing to run on -------------------------------------------------------------------------------------------------
@@ -189,7 +197,7 @@ def test_a_device_that_does_not_see_the_hosts_writes_runs_gfgb_only() -> None:
 
 def test_a_kind_whose_kernel_fails_on_host_memory_is_not_read_there(tmp_path: Path) -> None:
     """One kernel ends the process, one computes something else, one reports an error."""
-    script(
+    probing(
         """
         b = mf.init(backend="ascend").backend
         can = b.capabilities()
@@ -207,14 +215,14 @@ def test_a_kind_whose_kernel_fails_on_host_memory_is_not_read_there(tmp_path: Pa
         far = steps(ferry(every(Mode.STREAM)))
         assert all(torch.equal(near[k], far[k]) for k in near)
         """,
+        tmp_path,
         operators="aclnnLayerNorm:crash@mapped,aclnnConvolution:wrong@mapped,aclnnMul:error@mapped",
-        environ={"MEMFERRY_CACHE": str(tmp_path)},
     )
 
 
 def test_a_kind_whose_gradient_kernel_fails_on_host_memory_does_not_write_there(tmp_path: Path) -> None:
     """The bias's sum ends the process, the table's rows come out wrong; the norms use neither."""
-    script(
+    probing(
         """
         from memferry_ascend import placement
         b = mf.init(backend="ascend").backend
@@ -235,23 +243,23 @@ def test_a_kind_whose_gradient_kernel_fails_on_host_memory_does_not_write_there(
         far = steps(engine)
         assert all(torch.equal(near[k], far[k]) for k in near)
         """,
+        tmp_path,
         operators="aclnnReduceSum:crash@mapped,aclnnIndexPutImpl:wrong@mapped",
-        environ={"MEMFERRY_CACHE": str(tmp_path)},
     )
 
 
 @pytest.mark.parametrize("fault", ["error", "wrong"])
 def test_a_product_that_cannot_write_host_memory_is_staged(fault: str, tmp_path: Path) -> None:
     """It costs the kinds that are products, and their gradients only."""
-    script(
+    probing(
         f"""
         can = mf.init(backend="ascend").backend.capabilities()
         assert not {{"Linear", "Conv1D"}} & can.direct_kinds and "Embedding" in can.direct_kinds, can
         notes = [n for n in can.notes if n.startswith("no direct gradients for Linear")]
         assert len(notes) == 1 and {"it failed" if fault == "error" else "differs"!r} in notes[0], notes
         """,
+        tmp_path,
         operators=f"aclnnMm:{fault}@mapped",
-        environ={"MEMFERRY_CACHE": str(tmp_path)},
     )
 
 
