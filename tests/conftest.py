@@ -8,11 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairwise import mark_the_rest
 
 from memferry_ascend import hostmath, profile_plan, profiler, runtime
 from memferry_ascend.backends.cpu import CpuBackend
 
 torch.set_num_threads(1)  # the models here are tiny: more threads only wait for each other
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_the_rest(items)
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ def tool(name: str) -> Any:
 convergence = tool("convergence")
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("name", "clip", "accumulate"), convergence.cases())
 def test_the_first_steps_are_the_same(name: str, clip: float | None, accumulate: int) -> None:
     row = convergence.compare(name, clip, accumulate, steps=6)

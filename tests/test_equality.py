@@ -63,6 +63,7 @@ def test_random_models_and_plans(
     assert_same(want, got)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("point", [*ALL_POINTS, "all"])
 def test_delays_at_every_hand_over(mode: Mode, point: str) -> None:

@@ -87,6 +87,7 @@ def causes(error: BaseException) -> list[str]:
     return out
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("point", "mode"), HAND_OVERS)
 @pytest.mark.parametrize("first", [1, 4])
 def test_a_failure_anywhere_reaches_the_user_with_its_cause(point: str, mode: Mode, first: int) -> None:
@@ -235,6 +236,7 @@ PLACES: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("nth", [1, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -104,6 +104,7 @@ def test_random_placements(
     assert_same(want, got)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("placement", list(Grad))
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("limit", [None, 0.05])

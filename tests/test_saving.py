@@ -132,6 +132,7 @@ def test_loads_without_the_library(name: str, asynchronous: bool, tmp_path: Path
 # -- while training goes on ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mode", [*Mode, None])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("staging", [None, 0, 2000])

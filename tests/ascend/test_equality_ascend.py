@@ -46,6 +46,7 @@ def reference(seed: int, config: mf.Config, **kwargs: Any) -> Result:
     return train(model, plan_of(model, Mode.GFGB), config=config, serial=True, **kwargs)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_every_mode_has_the_bits_of_the_serial_plan(mode: Mode, precision: str) -> None:

@@ -48,6 +48,7 @@ def test_all_kinds_write_host_memory_here() -> None:
     assert runtime.current().backend.capabilities().direct_kinds == DIRECT_KINDS
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("grad", list(Grad))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("update", ["step", "backward"])

@@ -13,6 +13,7 @@ from memferry_ascend.planner import Mode
 from .helpers import PICKS, adamw, both, branches, close_to, ferry, tokens
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("first", ["step", "zero"])
 def test_zero_grad_in_both_forms(mode: Mode | str, to_none: bool, first: str) -> None:

@@ -92,6 +92,7 @@ def test_optimizer_hooks_and_groups(mode: Mode | str) -> None:
         assert torch.equal(p.detach(), before[name]) == (p.dim() == 1), name
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("make", [adamw, OPTIMIZERS["SGD momentum"]])
 def test_schedulers_made_before_and_after_ferry(

@@ -52,6 +52,7 @@ class Lora(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_frozen_then_lora(mode: Mode | str, precision: str) -> None:
     torch.manual_seed(0)
@@ -244,6 +245,7 @@ class MixedTypes(nn.Module):
         return F.cross_entropy(self.head(h).flatten(0, 1).float(), x.flatten())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("pattern", ["norm", "LayerNorm", "*"])
 def test_mixed_dtypes(mode: Mode | str, pattern: str) -> None:
     torch.manual_seed(0)

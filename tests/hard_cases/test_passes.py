@@ -72,6 +72,7 @@ def test_a_forward_that_raises_halfway_is_retried(mode: Mode | str) -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("config", [FP32, mf.Config(precision="fp32", accumulate=2)])
 @pytest.mark.parametrize("clear", [True, False])
 def test_a_backward_that_raises_halfway_is_retried(mode: Mode | str, config: mf.Config, clear: bool) -> None:
@@ -121,6 +122,7 @@ def test_steps_skipped_on_nan(mode: Mode | str) -> None:
     both(branches(), mode, loop)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("micro", [1, 2])
 def test_checkpointing(mode: Mode | str, reentrant: bool, micro: int) -> None:
@@ -141,6 +143,7 @@ def test_checkpointing(mode: Mode | str, reentrant: bool, micro: int) -> None:
     both(model, mode, loop)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("order", ["first in first out", "last in first out", "summed", "retained"])
 def test_two_forwards_then_their_backwards(mode: Mode | str, order: str) -> None:
     def loop(model: nn.Module, opt: torch.optim.Optimizer) -> list[float]:
