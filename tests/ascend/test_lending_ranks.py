@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import emulator
 import pytest
+import ranks
 import torch
-from parallel.world import Case, launch
 
 EACH_OTHER = [[1], [0]]
 RUNS: list[dict[str, Any]] = [
@@ -19,23 +18,17 @@ RUNS: list[dict[str, Any]] = [
 ]
 
 
-def surroundings(**settings: object) -> dict[str, str]:
-    """Variables for ranks on emulated NPUs that talk by gloo."""
-    found = emulator.environment(devices=2, **settings)  # type: ignore[arg-type]
-    found["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), found["PYTHONPATH"]])
-    return found | {"MEMFERRY_BACKEND": "ascend", "MEMFERRY_COLLECTIVES": "gloo"}
-
-
 def test_ranks_that_lend_have_the_bits_of_ranks_that_do_not(tmp_path: Path, profile_cache: Path) -> None:
     if emulator.why_not():
         pytest.skip(emulator.why_not() or "")
     report = tmp_path / "report"
-    cases: list[Case] = [("parallel.lending_cases:lent", run) for run in RUNS]
+    cases: ranks.Cases = [("parallel.lending_cases:lent", run) for run in RUNS]
     cases += [("parallel.lending_cases:leaves_early", {"first": 1})]
-    settings = surroundings(jitter="100:3", report=report) | {"MEMFERRY_CACHE": str(profile_cache)}
-    plain, *others, early = launch(2, cases, tmp_path, **settings)
-    for run, ranks in zip(RUNS[1:], others, strict=True):
-        for rank, (got, want) in enumerate(zip(ranks, plain, strict=True)):
+    more = {"MEMFERRY_COLLECTIVES": "gloo", "EMU_REPORT": str(report)}
+    (found,) = ranks.launch([(2, more, cases, tmp_path)], profile_cache, jitter=100)
+    plain, *others, early = found
+    for run, results in zip(RUNS[1:], others, strict=True):
+        for rank, (got, want) in enumerate(zip(results, plain, strict=True)):
             assert got["losses"] == want["losses"], run
             for name, value in want["state"]["model"].items():
                 assert torch.equal(got["state"]["model"][name], value), (run, name)

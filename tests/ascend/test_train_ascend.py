@@ -180,8 +180,8 @@ assert all(torch.equal(alone[k], together[k]) for k in alone)
 def test_probe_measures_the_paths_through_peers(tmp_path: Path) -> None:
     """Every path of the first of three NPUs, in both directions; the file then serves as a topology. With the default task
     queue and without."""
-    for queue in ("1", "0"):
-        out = tmp_path / f"paths{queue}.json"
+    for queue, environ in (("default", {}), ("none", {"TASK_QUEUE_ENABLE": "0"})):
+        out = tmp_path / f"{queue}.json"
         arguments = [
             "probe",
             "--backend",
@@ -194,7 +194,7 @@ def test_probe_measures_the_paths_through_peers(tmp_path: Path) -> None:
             "--out",
             out,
         ]
-        emulator.run(["-m", "memferry_ascend", *arguments], devices=3, environ={"TASK_QUEUE_ENABLE": queue})
+        emulator.run(["-m", "memferry_ascend", *arguments], devices=3, environ=environ)
         found = load(out)
         assert isinstance(found, Measured)
         assert [path.name for path in found.measured] == ["direct", "via npu:1", "via npu:2"]
