@@ -56,6 +56,7 @@ def test_a_peak_over_the_budget_is_seen() -> None:
     assert budget.kept({"peak_device_gib": None}, GIB) is None
 
 
+@pytest.mark.usefixtures("less_work")
 def test_a_climb_ends_at_what_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
     timing = Timing(warmup=1, iterations=2, profile=False)
     capped = Setup(2, 8, backend="cpu", threads=1, device_cap=1 << 20)

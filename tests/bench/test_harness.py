@@ -27,6 +27,8 @@ FIELDS = {
     "host_gib", "busy_share", "versions",
 }  # fmt: skip
 
+pytestmark = pytest.mark.usefixtures("less_work")
+
 
 def setup(**fields: Any) -> Setup:
     return Setup(batch=2, seq=8, backend="cpu", threads=1, **fields)
