@@ -98,6 +98,7 @@ def test_accumulation(seed: int, micro: int, declared: bool) -> None:
     assert_same(want, got)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("limit", [None, 0.05])
 def test_update_in_backward_equals_update_in_step(micro: int, limit: float | None) -> None:
