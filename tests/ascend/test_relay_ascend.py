@@ -168,6 +168,7 @@ def test_what_a_stream_gets_after_a_relays_beginning_moves_beside_it(backend: As
     backend.synchronize()
     up = backend.stream("upload")
     queue = backend.begin_relay(up, relayed, slabs[0].host, peer=1, chunk=CHUNK)
+    up.synchronize()  # has reached the relay's beginning: held before that, it never would
     with held(backend, 0, up.handle):
         up.copy_direct([(direct, slabs[1].host)])
         queue()
