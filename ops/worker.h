@@ -5,8 +5,8 @@
 //
 // Of the jobs that would not wait, the one that is needed first runs next. A backward pass hands units over last needed
 // first, so the job that is needed first is nearly always the newest, whose gradient is still being computed: waiting for
-// it would leave the thread idle for half of the backward pass (measured on an H200: GPT-2 medium 95 ms instead of
-// XX) while older gradients lie ready.
+// it would leave the thread idle for half of the backward pass while older gradients lie ready (on an H200 GPT-2 medium took
+// 1.48 times its bound, now 1.25).
 #pragma once
 
 #include <condition_variable>
