@@ -57,7 +57,7 @@ def register_profile(parser: argparse.ArgumentParser) -> Run:
 def run_profile(arguments: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Prints the profile as a table unless --json. Returns 0 and the profile with the notes of its measurement. Under
     torchrun rank 0 speaks, and the profile says what connects the ranks."""
-    from memferry_ascend import fabricprobe, profiler, runtime
+    from memferry_ascend import fabricprobe, profile_table, profiler, runtime
 
     config = Config(
         precision=arguments.precision, device_memory=arguments.device_memory, threads=arguments.threads
@@ -73,7 +73,7 @@ def run_profile(arguments: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         measured.profile.save(arguments.out)
     if not arguments.json:
         console = Console(highlight=False)
-        console.print(profiler.describe(measured), markup=False, soft_wrap=True)
+        console.print(profile_table.describe(measured), markup=False, soft_wrap=True)
         if measured.profile.fabric is not None:
             console.print(str(measured.profile.fabric), markup=False)
         console.print("kept from an earlier measurement" if measured.cached else "measured now")

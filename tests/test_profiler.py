@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memferry_ascend as mf
-from memferry_ascend import arming, profile_cache, profiler, runtime
+from memferry_ascend import arming, profile_cache, profile_table, profiler, runtime
 from memferry_ascend.backends.base import Capabilities, HostSlab
 from memferry_ascend.backends.cpu import CpuBackend
 from memferry_ascend.layers import collect
@@ -155,7 +155,7 @@ def test_every_kind_of_layer_is_described() -> None:
     notes = " ".join(measured.notes)
     assert "base_bytes is 0" in notes and "estimated" in notes
     assert Profile.from_json(profile.to_json()) == profile
-    assert "mix.out_proj" in profiler.describe(measured)
+    assert "mix.out_proj" in profile_table.describe(measured)
 
 
 @pytest.mark.usefixtures("cpu")

@@ -164,5 +164,12 @@ def trained(size: int, folder: str) -> int:
     """parallel/train_tiny.py in the emulated process."""
     from parallel import train_tiny
 
+    command = train_tiny.run
+
+    def run(words: list[str]) -> int:
+        end_with_parent()
+        return command(words)
+
+    train_tiny.run = run
     sys.argv = ["train_tiny", str(size), folder]
     return train_tiny.main()

@@ -138,7 +138,7 @@ def test_the_command_prints_tables_and_writes_the_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     out, plot = tmp_path / "p.json", tmp_path / "p.png"
-    words = ["probe", "--fabric", "cm384", "--emulate", "--sizes", "64KiB", "2097152", "--repeats", "1"]
+    words = ["probe", "--fabric", "cm384", "--emulate", "--sizes", "64KiB", "2097152", "--repeats", "3"]
     assert main([*words, "--out", str(out), "--plot", str(plot)]) == 0
     shown = capsys.readouterr().out
     assert "latency us" in shown and "h2d GB/s" in shown and "slowed" in shown
