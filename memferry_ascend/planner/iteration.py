@@ -165,7 +165,8 @@ class Iteration:
 
     def _add_updates(self) -> None:
         """Host updates, first needed first. What they wait for is in the iteration before: see _close. With
-        update="step" the host takes them strictly in that order, and a kept gradient leaves only now."""
+        update="step" they are taken strictly in that order, so that more bandwidth never makes a period longer (the worker
+        would not wait for the last downloads), and a kept gradient leaves only now."""
         stores = [s for s in range(self.count) if self._has_gradient(s) and self.chosen[s][2] is Update.HOST]
         if self.by_step:
             stores.sort(key=lambda s: (self._first_reader(s), s))
