@@ -373,7 +373,7 @@ warnings.simplefilter("always")
 )
 def test_a_peer_that_cannot_relay_is_left_out_and_named_once(settings: dict[str, Any], why: str) -> None:
     """The whole copy takes the direct path."""
-    big = "made_chunk = 32 << 20" if "hbm" in settings else "made_chunk = 512"
+    big = "made_chunk, transfers.LEAST_SHARE = 32 << 20, 0" if "hbm" in settings else "made_chunk = 512"
     script(
         PEERS.replace("chunk=512", "chunk=made_chunk")
         + f"""

@@ -373,8 +373,9 @@ def test_a_copy_between_the_devices_that_fails_is_an_error(
         two.backend.synchronize()
     two.backend.relays.drop_borrowed()
     assert torch.equal(device.cpu(), want)
+    n = 4 * CHUNK  # enough to be divided
     with pytest.warns(RuntimeWarning, match="npu:1 failed"):
-        two.backend.stream("upload").copy(device, slab.host)
+        two.backend.stream("upload").copy(two.backend.alloc_device(n), two.slab(n).host)
 
 
 # -- who lets go first -------------------------------------------------------------------------------------------------
