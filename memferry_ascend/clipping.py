@@ -14,7 +14,7 @@ import torch
 
 from memferry_ascend.arena import Arena
 from memferry_ascend.backends.base import Backend, Event
-from memferry_ascend.deviceupdate import norm_into
+from memferry_ascend.deviceupdate import norm_into, norms_bytes
 from memferry_ascend.errors import FerryError
 from memferry_ascend.gradients import Gradients, GradState, UnitGrads
 from memferry_ascend.jobs import Jobs
@@ -38,7 +38,7 @@ class Clipper:
         """Behind the kernels that wrote the norms of gradients that never leave the device."""
         if any(ug.updates_on_device for ug in gradients.units):
             # A norm stands for its gradient: the norm of one number is that number.
-            region = arena.region("norm", 4 * (max(gradients.by_param) + 1), mapped=True)
+            region = arena.region("norm", norms_bytes(gradients.by_param), mapped=True)
             assert region.device is not None
             self._host_norms = region.host.view(torch.float32)
             self._device_norms = region.device.view(torch.float32)

@@ -8,7 +8,7 @@ may differ from the host's by a rounding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,6 +174,11 @@ class DeviceUpdate(AdamUpdate):
             else:
                 array.zero_()
         self.steps[p.index] = int(state["step"]) if state else 0
+
+
+def norms_bytes(indices: Iterable[int]) -> int:
+    """Bytes of host memory for the norms of gradients that never leave the device: an fp32 number a parameter, by index."""
+    return 4 * (max(indices) + 1)
 
 
 def norm_into(out: torch.Tensor, grad: torch.Tensor) -> None:

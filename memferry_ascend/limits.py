@@ -17,6 +17,7 @@ import torch
 from memferry_ascend import sizes
 from memferry_ascend.arena import Arena, Layout
 from memferry_ascend.backends.base import Backend, HostSlab, align
+from memferry_ascend.deviceupdate import norms_bytes
 from memferry_ascend.deviceupdate import state_bytes as state_bytes_on_device
 from memferry_ascend.errors import FerryError
 from memferry_ascend.hostupdate import is_native
@@ -92,6 +93,9 @@ def arena_bytes(units: Sequence[Unit], native: bool, accumulate: int) -> dict[st
         for n in elements:
             arena.region("acc", n * 4, mapped=True, expect=total)
             total -= n * 4
+    trainable = [(u.plan.update, p.index) for u in units for p in u.params if p.trainable]
+    if any(update is Update.DEVICE for update, _ in trainable):
+        arena.region("norm", norms_bytes(index for _, index in trainable), mapped=True)
     return arena.bytes_by_kind
 
 

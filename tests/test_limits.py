@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from memferry_ascend import arena, limits, runtime
 from memferry_ascend.backends.cpu import CpuBackend
 from memferry_ascend.config import host_threads
 from memferry_ascend.errors import FerryError
-from memferry_ascend.planner import Mode
+from memferry_ascend.planner import Grad, Mode, Update
 
 MAKE = {
     "AdamW": lambda ps: torch.optim.AdamW(ps),
@@ -44,22 +46,28 @@ def ferry(model: Any, **kwargs: Any) -> mf.Engine:
     precision=st.sampled_from(["bf16", "fp32"]),
     accumulate=st.sampled_from([1, 3]),
     chunk=st.sampled_from([1, 3000, 10_000, 256 << 20]),
+    on_device=st.sampled_from([0.0, 0.5, 1.0]),
 )
 def test_the_smallest_host_budget_works_and_one_byte_less_is_refused(
-    cpu: runtime.Runtime, seed: int, precision: str, accumulate: int, chunk: int
+    cpu: runtime.Runtime, seed: int, precision: str, accumulate: int, chunk: int, on_device: float
 ) -> None:
     before = arena.CHUNK
     arena.CHUNK = chunk  # where slabs end changes what they take
     try:
         model = make_model(seed)
         want = {k: v.clone() for k, v in model.state_dict().items()}
+        rng = random.Random(seed)
+        plan = plan_of(model, Mode.GFGB)
+        kept = [replace(x, grad=Grad.KEEP, update=Update.DEVICE) for x in plan.layers]
+        layers = [b if rng.random() < on_device else a for a, b in zip(plan.layers, kept, strict=True)]
+        plan = replace(plan, layers=tuple(layers))
         with pytest.raises(FerryError, match="smallest workable host_memory") as caught:
-            ferry(model, precision=precision, accumulate=accumulate, host_memory=1)
+            ferry(model, plan=plan, precision=precision, accumulate=accumulate, host_memory=1)
         least = int(re.search(r"host_memory is (\d+) bytes", str(caught.value)).group(1))
         with pytest.raises(FerryError, match=f"is {least} bytes"):
-            ferry(model, precision=precision, accumulate=accumulate, host_memory=least - 1)
+            ferry(model, plan=plan, precision=precision, accumulate=accumulate, host_memory=least - 1)
         assert all(torch.equal(v, want[k]) for k, v in model.state_dict().items())
-        with ferry(model, precision=precision, accumulate=accumulate, host_memory=least) as engine:
+        with ferry(model, plan=plan, precision=precision, accumulate=accumulate, host_memory=least) as engine:
             assert engine._arena.nbytes == least
     finally:
         arena.CHUNK = before
