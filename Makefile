@@ -32,7 +32,7 @@ emulator: $(STAMP)
 	@$(PY) tests/emulator/build.py --wheel
 
 test: $(STAMP) lint emulator
-	@$(PY) -m pytest -m "not slow"
+	@$(PY) tests/side_by_side.py -m "not slow"
 
 slow: $(STAMP)
 	@$(PY) -m pytest -m slow
