@@ -149,12 +149,13 @@ void adam(const AdamSegment* segments, size_t count) {
             const AdamSegment& s = *active[at];
             const int64_t offset = begin - (ends[at] - s.numel);
             const int64_t n = std::min(end, ends[at]) - begin;
+            const AdamSegment rest = s.from(offset);
             AdamRange r;
-            r.grad = reinterpret_cast<const char*>(s.grad) + offset * (s.kind & KIND_GRAD_BF16 ? 2 : 4);
-            r.param = reinterpret_cast<char*>(s.param) + offset * (s.kind & KIND_SPLIT ? 2 : 4);
-            r.lo = s.kind & KIND_SPLIT ? reinterpret_cast<int16_t*>(s.lo) + offset : nullptr;
-            r.exp_avg = reinterpret_cast<float*>(s.exp_avg) + offset;
-            r.exp_avg_sq = reinterpret_cast<float*>(s.exp_avg_sq) + offset;
+            r.grad = reinterpret_cast<const void*>(rest.grad);
+            r.param = reinterpret_cast<void*>(rest.param);
+            r.lo = s.kind & KIND_SPLIT ? reinterpret_cast<int16_t*>(rest.lo) : nullptr;
+            r.exp_avg = reinterpret_cast<float*>(rest.exp_avg);
+            r.exp_avg_sq = reinterpret_cast<float*>(rest.exp_avg_sq);
             r.n = n;
             kernels.adam[s.kind](r, coefficients[at]);
             begin += n;

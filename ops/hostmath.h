@@ -8,6 +8,9 @@ namespace memferry {
 
 // One contiguous run of parameters with one set of hyperparameters. Written by Python as a numpy structured array of
 // this layout (memferry_ascend/hostmath.py), so a call costs no conversion.
+enum : uint32_t { KIND_GRAD_BF16 = 1, KIND_SPLIT = 2 };
+enum : uint32_t { FLAG_ENABLED = 1, FLAG_DECOUPLED = 2, FLAG_MAXIMIZE = 4 };
+
 struct AdamSegment {
     uint64_t grad;        // const bf16* or const float*
     uint64_t param;       // bf16* (the upper half of the master) or float*
@@ -20,10 +23,10 @@ struct AdamSegment {
     uint32_t kind;   // KIND_*
     uint32_t flags;  // FLAG_*
 
-    uint64_t width() const { return kind & 2 ? 2 : 4; }  // bytes of an element of `param`
+    uint64_t width() const { return kind & KIND_SPLIT ? 2 : 4; }  // bytes of an element of `param`
     AdamSegment from(int64_t n) const {                  // the elements from n on
         AdamSegment s = *this;
-        s.grad += n * (kind & 1 ? 2 : 4);
+        s.grad += n * (kind & KIND_GRAD_BF16 ? 2 : 4);
         s.param += n * width();
         s.lo += lo ? n * 2 : 0;
         s.exp_avg += n * 4;
@@ -33,9 +36,6 @@ struct AdamSegment {
     }
 };
 static_assert(sizeof(AdamSegment) == 112, "hostmath.py declares the same layout");
-
-enum : uint32_t { KIND_GRAD_BF16 = 1, KIND_SPLIT = 2 };
-enum : uint32_t { FLAG_ENABLED = 1, FLAG_DECOUPLED = 2, FLAG_MAXIMIZE = 4 };
 
 struct Squares {  // a tensor whose squares are summed
     const void* grad;

@@ -174,6 +174,18 @@ def _(w: World) -> None:
     w.train("--out", w.folder / "n", "--lr", "1e30", "--warmup", "0", "--steps", "8")
 
 
+def fill_the_disk(w: World) -> None:
+    """No room for a checkpoint's state."""
+    replacing = files.replacing
+
+    def full(path: Path) -> Any:
+        if path.name == "state.pt":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return replacing(path)
+
+    w.patch.setattr(files, "replacing", full)
+
+
 for asynchronous in (True, False):
 
     @case(
@@ -183,27 +195,13 @@ for asynchronous in (True, False):
         may_add="n",
     )
     def _(w: World, asynchronous: bool = asynchronous) -> None:
-        replacing = files.replacing
-
-        def full(path: Path) -> Any:
-            if path.name == "state.pt":
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return replacing(path)
-
-        w.patch.setattr(files, "replacing", full)
+        fill_the_disk(w)
         w.train("--out", w.folder / "n", "--save-every", "1", *([] if asynchronous else ["--plain"]))
 
 
 @case("disk full, the older checkpoints stay", Said, "No space left", may_add="run/checkpoints/.tmp")
 def _(w: World) -> None:
-    replacing = files.replacing
-
-    def full(path: Path) -> Any:
-        if path.name == "state.pt":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return replacing(path)
-
-    w.patch.setattr(files, "replacing", full)
+    fill_the_disk(w)
     metrics = w.run / "metrics.jsonl"
     text = metrics.read_bytes()
     try:

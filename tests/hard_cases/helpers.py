@@ -102,14 +102,15 @@ PICKS = [(0, 1, 2, 3), (0, 2), (1, 1, 3), (3, 0), (2,), (0, 1, 2, 3), (0, 0, 0)]
 
 
 def some_steps(model: nn.Module, opt: torch.optim.Optimizer, data: list[torch.Tensor]) -> list[float]:
-    losses = []
-    for x in data:
-        loss = model(x)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+    return [one_step(model, opt, x) for x in data]
+
+
+def one_step(model: nn.Module, opt: torch.optim.Optimizer, x: torch.Tensor) -> float:
+    loss = model(x)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return float(loss.detach())
 
 
 class SlowUpdates(Delays):

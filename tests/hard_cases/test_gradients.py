@@ -10,7 +10,7 @@ from torch import nn
 
 from memferry_ascend.planner import Mode
 
-from .helpers import PICKS, adamw, both, branches, close_to, ferry, tokens
+from .helpers import PICKS, adamw, both, branches, close_to, ferry, some_steps, tokens
 
 
 @pytest.mark.pairwise
@@ -78,14 +78,7 @@ def test_tensor_hooks_of_the_user(mode: Mode | str) -> None:
         def loop(model: nn.Module, opt: torch.optim.Optimizer, late: bool = late) -> list[float]:
             if late:
                 attach(model)
-            losses = []
-            for x in tokens(4):
-                loss = model(x)
-                loss.backward()
-                opt.step()
-                opt.zero_grad()
-                losses.append(float(loss.detach()))
-            return losses
+            return some_steps(model, opt, tokens(4))
 
         model = branches()
         plain = copy.deepcopy(model)

@@ -16,7 +16,7 @@ from memferry_ascend import runtime
 from memferry_ascend.errors import FerryError
 from memferry_ascend.planner import Mode
 
-from .helpers import SlowUpdates, adamw, both, branches, close_to, ferry, tokens
+from .helpers import SlowUpdates, adamw, both, branches, close_to, ferry, some_steps, tokens
 
 
 def test_shared_modules_keep_both_names(mode: Mode | str) -> None:
@@ -25,20 +25,10 @@ def test_shared_modules_keep_both_names(mode: Mode | str) -> None:
     model.parts[2] = model.parts[0]
     fresh = copy.deepcopy(model)
 
-    def loop(model: nn.Module, opt: torch.optim.Optimizer) -> list[float]:
-        losses = []
-        for x in tokens(4):
-            loss = model(x)
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            losses.append(float(loss.detach()))
-        return losses
-
     plain = copy.deepcopy(model)
-    want = loop(plain, adamw(plain.parameters()))
+    want = some_steps(plain, adamw(plain.parameters()), tokens(4))
     with ferry(model, mode) as engine:
-        assert loop(engine.model, engine.optimizer) == pytest.approx(want, rel=2e-6)
+        assert some_steps(engine.model, engine.optimizer, tokens(4)) == pytest.approx(want, rel=2e-6)
         fresh.load_state_dict(engine.state_dict()["model"])
     close_to(fresh, plain)
 

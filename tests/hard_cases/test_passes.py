@@ -13,7 +13,7 @@ import memferry_ascend as mf
 from memferry_ascend.errors import FerryError
 from memferry_ascend.planner import Mode
 
-from .helpers import FP32, PICKS, adamw, both, branches, ferry, tokens
+from .helpers import FP32, PICKS, adamw, both, branches, ferry, one_step, tokens
 
 
 def test_unused_and_repeated_parameters(mode: Mode | str) -> None:
@@ -61,11 +61,7 @@ def test_a_forward_that_raises_halfway_is_retried(mode: Mode | str) -> None:
             with pytest.raises(ValueError, match="halfway"):
                 model(x)
             model.fail_at = None
-            loss = model(x)
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            losses.append(float(loss.detach()))
+            losses.append(one_step(model, opt, x))
         return losses
 
     both(branches(), mode, loop)

@@ -82,14 +82,8 @@ def watch(
     return vigil.Vigil(ranks or Alone(), synchronize)  # type: ignore[arg-type]
 
 
-def stuck_telling() -> int:
-    watch(send=for_ever)
-    for_ever()
-    return 0
-
-
-def stuck_telling_on_another_thread() -> int:
-    """That thread was there first."""
+def stuck_before_it_hears() -> dict[str, Callable[..., Any]]:
+    """`send` never returns, and only then another rank is heard to have failed."""
     sending = threading.Event()
 
     def send(_word: int) -> None:
@@ -100,7 +94,18 @@ def stuck_telling_on_another_thread() -> int:
         sending.wait()
         return vigil._FAILED
 
-    made = watch(receive=receive, send=send)
+    return {"send": send, "receive": receive}
+
+
+def stuck_telling() -> int:
+    watch(send=for_ever)
+    for_ever()
+    return 0
+
+
+def stuck_telling_on_another_thread() -> int:
+    """That thread was there first."""
+    made = watch(**stuck_before_it_hears())
     threading.Thread(target=made.fail, daemon=True).start()
     for_ever()
     return 0
@@ -181,17 +186,7 @@ def a_free_device() -> int:
 
 def a_rank_that_leaves_while_its_word_is_under_way() -> int:
     """The failure is heard later."""
-    sending = threading.Event()
-
-    def send(_word: int) -> None:
-        sending.set()
-        for_ever()
-
-    def receive() -> int:
-        sending.wait()
-        return vigil._FAILED
-
-    watch(receive=receive, send=send, synchronize=nothing).join()
+    watch(**stuck_before_it_hears(), synchronize=nothing).join()
     return 0
 
 
