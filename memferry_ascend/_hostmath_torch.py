@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from memferry_ascend.deviceupdate import _Segment
+    from memferry_ascend.backends.fused import AdamArrays
     from memferry_ascend.hostmath import AdamHyper, AdamSegment
 
 _BLOCK = 1 << 17  # elements: about 3 MiB of temporaries
@@ -73,7 +73,7 @@ def copy_bytes(dst: int, src: int, nbytes: int) -> None:
 
 
 @torch.no_grad()
-def adam(segment: AdamSegment | _Segment, h: AdamHyper, block: int = _BLOCK) -> None:
+def adam(segment: AdamSegment | AdamArrays, h: AdamHyper, block: int = _BLOCK) -> None:
     """One update of one segment: `hostmath.AdamProgram.run` in terms of torch operations, `block` elements at a time."""
     bias1 = 1 - h.beta1**h.step
     bias2_sqrt = (1 - h.beta2**h.step) ** 0.5

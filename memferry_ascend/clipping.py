@@ -62,7 +62,9 @@ class Clipper:
             for s in part:
                 if ug.updates_on_device:
                     assert ug.kept is not None
-                    norm_into(self._device_norms[s.p.index : s.p.index + 1], ug.kept.views[s.p.index])
+                    norm_into(
+                        self._device_norms[s.p.index : s.p.index + 1], ug.kept.views[s.p.index], self._backend
+                    )
                     pieces.append((s.p.index, self._host_norms[s.p.index : s.p.index + 1]))
                     continue
                 summed = self._gradients.summing

@@ -1,15 +1,14 @@
 """Update placement "device": parameters, masters, gradients and moments of a unit never leave the device.
 
-The arithmetic is the host's, operation by operation (`_hostmath_torch.adam`, which is torch.optim's single-tensor Adam
-over split masters), as kernels on the compute stream: the update is behind the backward and before the next forward by
-order alone, and nothing crosses the link. A device may fuse a multiply with an add where the host does not, so results
-may differ from the host's by a rounding.
+The arithmetic is the host's, operation by operation, as kernels on the compute stream: the update is behind the backward
+and before the next forward by order alone, and nothing crosses the link. Where the backend has a kernel of its own
+(`backends/fused.py`) the bits are the host's. Elsewhere torch's operations do it (`_hostmath_torch.adam`), some 25
+kernels a block; a device may fuse a multiply with an add in them, so results may differ from the host's by a rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,18 +16,20 @@ import torch
 from memferry_ascend import _hostmath_torch
 from memferry_ascend.arena import Layout, UnitMemory
 from memferry_ascend.backends.base import Backend, align
+from memferry_ascend.backends.fused import AdamArrays
 from memferry_ascend.hostupdate import AdamUpdate, Hypers
 from memferry_ascend.kept import Kept
 from memferry_ascend.layers import Param, Unit
 
 BLOCK = 1 << 22
-"""Elements updated at a time: bounds the temporaries, of which there are `TEMPORARIES` in fp32."""
+"""Elements updated at a time by torch's operations: bounds the temporaries, of which there are `TEMPORARIES` in fp32."""
 
 TEMPORARIES = 6
 
 
 def workspace_bytes(layouts: Sequence[Layout]) -> int:
-    """Device bytes of temporaries while the largest of these units is updated."""
+    """Device bytes of temporaries while the largest of these units is updated by torch's operations; an upper bound where
+    the backend has a kernel of its own."""
     return TEMPORARIES * 4 * min(BLOCK, max((layout.elements for layout in layouts), default=0))
 
 
@@ -56,10 +57,10 @@ class DeviceMemory(UnitMemory):
 
         self.written = backend.event()
         """Behind the latest kernels that wrote here, for readers on other threads."""
-        self._compute = backend.compute
+        self.backend = backend
 
     def note_write(self) -> None:
-        self._compute.record(self.written)
+        self.backend.compute.record(self.written)
 
     def release(self) -> None:
         """Let go of the device memory."""
@@ -104,21 +105,6 @@ class DeviceMemory(UnitMemory):
                 self.array("lo", p).masked_fill_(was != now, 0)
 
 
-@dataclass
-class _Segment:
-    """What `_hostmath_torch.adam` works on; hostmath's own class is for host memory only."""
-
-    grad: torch.Tensor
-    param: torch.Tensor
-    lo: torch.Tensor | None
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-
-    @property
-    def numel(self) -> int:
-        return self.param.numel()
-
-
 class DeviceUpdate(AdamUpdate):
     """AdamW and Adam of one unit on the device. `run` launches kernels and returns."""
 
@@ -128,16 +114,20 @@ class DeviceUpdate(AdamUpdate):
     def __init__(self, memory: DeviceMemory, params: list[Param], decoupled: bool) -> None:
         super().__init__(memory, params, decoupled)
         self._device = memory
+        self._fused = memory.backend.fused_adam()
 
     def run(self, part: Sequence[Param], summed: bool, hypers: Hypers, scale: float) -> None:
         groups, enabled = self._take(part)
         for run, on in zip(groups, enabled, strict=True):
             if on:
                 hyper = self._hyper(run[0], hypers, scale, True)
-                _hostmath_torch.adam(self._segment(run), hyper, BLOCK)
+                if self._fused is not None:
+                    self._fused.update(self._arrays(run), hyper)
+                else:
+                    _hostmath_torch.adam(self._arrays(run), hyper, BLOCK)
         self._device.note_write()
 
-    def _segment(self, run: list[Param]) -> _Segment:
+    def _arrays(self, run: list[Param]) -> AdamArrays:
         places = self._device.layout.places
         first, last = run[0], run[-1]
         begin = places[first.index].offset
@@ -148,7 +138,7 @@ class DeviceUpdate(AdamUpdate):
             grad = self.kept.buffer.view(torch.float32)[el0:el1]
         else:
             grad = self.kept.buffer[begin:end].view(first.dtype)
-        return _Segment(
+        return AdamArrays(
             grad=grad,
             param=self._device.buffer[begin:end].view(first.dtype),
             lo=arrays["lo"][el0:el1] if first.dtype is torch.bfloat16 else None,
@@ -181,8 +171,12 @@ def norms_bytes(indices: Iterable[int]) -> int:
     return 4 * (max(indices) + 1)
 
 
-def norm_into(out: torch.Tensor, grad: torch.Tensor) -> None:
+def norm_into(out: torch.Tensor, grad: torch.Tensor, backend: Backend) -> None:
     """Write the Euclidean norm of a device gradient, summed in double precision, to `out` (one fp32 element)."""
+    fused = backend.fused_adam()
+    if fused is not None:
+        fused.norm_into(out, grad.detach())
+        return
     flat = grad.detach().reshape(-1)
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
     for start in range(0, flat.numel(), BLOCK):

@@ -31,6 +31,7 @@ from memferry_ascend.backends.loans import Borrowed, Loan
 from memferry_ascend.errors import FerryError
 
 if TYPE_CHECKING:
+    from memferry_ascend.backends.fused import FusedAdam
     from memferry_ascend.lending import Lending
     from memferry_ascend.topology import EmulatedLinks
 
@@ -316,6 +317,10 @@ class Backend(ABC):
 
     def driver(self) -> Any:
         """The family's runtime for native code (`_ops.Driver`), or None: jobs then run on a Python thread."""
+        return None
+
+    def fused_adam(self) -> FusedAdam | None:
+        """The family's own kernels for updates on the device; None: torch's operations do them."""
         return None
 
     # -- what it can do --------------------------------------------------------------------------------------------

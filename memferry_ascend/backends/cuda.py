@@ -28,6 +28,7 @@ from memferry_ascend.backends.base import (
     Stream,
     align,
 )
+from memferry_ascend.backends.cuda_adam import CudaAdam
 from memferry_ascend.backends.cuda_relay import CudaRelays
 from memferry_ascend.backends.hostmem import Pages
 from memferry_ascend.errors import FerryError
@@ -206,6 +207,8 @@ class CudaBackend(Backend):
         self._ends: list[int] = []
         self._relays = CudaRelays(self)
         self.device_waits = self._can_wait()
+        self._adam: CudaAdam | None = None
+        self._adam_failure: str | None = None
 
     def _can_wait(self) -> bool:
         """Try it: a word written and awaited in stream order. Only with MEMFERRY_DEVICE_WAITS=1: a host call that
@@ -233,6 +236,14 @@ class CudaBackend(Backend):
 
     def driver(self) -> Any:
         return self._driver
+
+    def fused_adam(self) -> CudaAdam | None:
+        if self._adam is None and self._adam_failure is None:
+            try:
+                self._adam = CudaAdam(self.device)
+            except FerryError as e:
+                self._adam_failure = str(e)
+        return self._adam
 
     def pci_address(self) -> str | None:
         found: Any = torch.cuda.get_device_properties(self.device)
@@ -383,5 +394,13 @@ class CudaBackend(Backend):
             direct_kinds=DIRECT_KINDS,
             peers=len(self.peers()),
             swap_storage=hasattr(torch.UntypedStorage, "_swap_data_ptr_"),
-            notes=(f"{torch.cuda.get_device_name(self.device)}, CUDA {torch.version.cuda}",),
+            notes=(
+                f"{torch.cuda.get_device_name(self.device)}, CUDA {torch.version.cuda}",
+                *self._adam_note(),
+            ),
         )
+
+    def _adam_note(self) -> tuple[str, ...]:
+        if self.fused_adam() is not None:
+            return ()
+        return (f"updates on the device take many kernels instead of one: {self._adam_failure}",)

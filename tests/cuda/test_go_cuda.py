@@ -19,12 +19,11 @@ from harness import (
     small_units,
     train,
 )
-from ops.adam_cases import tolerances
 from placements import Conv1D, direct_model, placed_plan, tables
 from torch import nn
 
 import memferry_ascend as mf
-from memferry_ascend import budget, direct, hostmath
+from memferry_ascend import budget, direct
 from memferry_ascend.planner import Grad, LayerPlan, Mode, Plan
 
 DEVICE: dict[str, Any] = {"grad": "keep", "update": "device"}
@@ -219,7 +218,8 @@ def test_the_allocators_peak_stays_under_the_budget(share: float) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_device_updates_are_within_two_ulp_of_the_hosts(precision: str) -> None:
+def test_device_updates_have_the_hosts_bits(precision: str) -> None:
+    assert mf.current().backend.fused_adam() is not None
     engines = []
     for fields in ({}, DEVICE):
         model = direct_model(1)
@@ -238,23 +238,13 @@ def test_device_updates_are_within_two_ulp_of_the_hosts(precision: str) -> None:
         device.load_state_dict(before)
         for engine in engines:
             engine.model(batch).backward()
-        grads = {n: p.grad.float().view(-1).cpu() for n, p in host.model.named_parameters()}
         for engine in engines:
             engine.optimizer.step()
         a, b = host.state_dict(), device.state_dict()
-        hyper = hostmath.AdamHyper(lr=1e-2, weight_decay=0.1, step=step)
-        for name, grad in grads.items():
-            nothing = torch.zeros_like(grad)
-            old = {"param": before["model"][name], **before["optimizer"][name]}
-            data = {
-                "grad": grad,
-                **{k: old.get(k, nothing).view(-1) for k in ("param", "exp_avg", "exp_avg_sq")},
-            }
-            allowed = tolerances(data, hyper)
-            for key in ("param", "exp_avg", "exp_avg_sq"):
-                x, y = (s["model"][name] if key == "param" else s["optimizer"][name][key] for s in (a, b))
-                far = (x.double() - y.double()).abs().view(-1).numpy()
-                assert (far <= allowed[key]).all(), (step, name, key)
+        for name in a["model"]:
+            assert torch.equal(a["model"][name], b["model"][name]), (step, name)
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(a["optimizer"][name][key], b["optimizer"][name][key]), (step, name, key)
     for engine in engines:
         engine.close()
 
